@@ -13,7 +13,8 @@ tree by eq. 1 to a new position s', and the network evaluates s'; then eq. 2 upd
 which v is V(s'), or the result if the game is over. The moves that were visited most are the best ones. An
 epoch plays games against itself by such searches, puts their positions into a pool of records, and trains the
 network to predict what the searches found (eq. 4) and how the games ended (eq. 5). The first epochs are a
-pretraining: V learns from random games, and then searches choose by classic UCB.
+pretraining: first V learns from random games. The policy has learned nothing then, so the next epochs search
+by classic UCB, which does not weight moves by the prior; their visits are the policy's first targets.
 
 Values are from 0 to 1, for the side to move; v for one side is 1 - v for the other. Equations of this file:
     (1) score(s, a) = Q(s, a) + c P(a | s) sqrt(N(s)) / (N(s, a) + 1), where N(s) = 1 + sum_a N(s, a), and the
@@ -30,7 +31,8 @@ Values are from 0 to 1, for the side to move; v for one side is 1 - v for the ot
 
 The main differences to the papers: records are chosen and dropped by their losses; V learns a mixture of
 Q(root), who won and by how much; Q(s, a) begins at V(s); the first epochs are pretraining; each move begins a
-new tree (theirs keep the subtree of the move); and the noise is added (theirs: (1 - eta) p + eta d).
+new tree (theirs keep the subtree of the move); the noise is added (theirs: (1 - eta) p + eta d); c is
+constant; and the network sees one position, its legal moves and the last move, not eight positions.
 
 Shapes: G parallel games, R some of them, M nodes of a tree, A moves, K symmetries, T moves of the longest
 game, B rows of a batch, such as positions or records; G and B are those of one process.
@@ -157,7 +159,7 @@ class Args:
     generate_fraction: float = 0.05  # new records per epoch, at least, as a share of the pool
     train_fraction: float = 0.15  # records trained on per epoch, as a share of the pool
     random_fraction: float = 0.75  # share of a minibatch drawn at random; the rest has the largest loss
-    max_age: int = 30  # epochs after which a record is dropped first (0, or more than there are: never)
+    max_age: int = 30  # records older than so many epochs leave a full pool before all others (0: none do)
     batch_size: int = 128  # records of a minibatch in total; each process has its share B
     learning_rate: float = 4e-3  # AdamW learning rate
     anneal_lr: bool = True  # lower the learning rate linearly, to a hundredth in the last epoch
@@ -349,8 +351,9 @@ class Search:
         backup     moves Q(3, b) and Q(0, a) towards V(5), or towards 1 - V(5) where the other side is to move
 
     A CUDA graph cannot compute on a number of rows that depends on data. So with `go.fixed_shapes`, each
-    simulation computes a new board in every game, even if its path ends at a node that exists. Such a board
-    is written where the next new node will be; no edge leads there yet, and that node overwrites it.
+    simulation computes one board in every game. If its path ends at a node that exists, that board is not
+    needed. It is still written, to the first free node, number num_nodes. This does no harm: no edge leads to
+    that node, num_nodes does not grow, and the next new node is written over it.
     """
 
     def __init__(self, go, evaluator, boards, num_simulations, args, scores=puct_scores):
@@ -456,7 +459,8 @@ class Search:
     def add(self, games, nodes, boards):
         """Store boards [R] as nodes [R] of games [R]; the value of a game's end is its result.
 
-        Returns games, nodes and boards of the others, which an evaluator must see.
+        Returns games, nodes and boards of those that are not over, which an evaluator must see. With fixed
+        shapes, both are done for all of them, and `store` replaces the values of those that are not over.
         """
         self.boards.put((games, nodes), boards)
         is_over = boards.is_over
@@ -536,8 +540,9 @@ def select_free(search, games, pseudo):
 
     A path that ends at such a leaf has collided. Each of its edges gets a pseudo-visit, which counts in
     N(s, a) of eq. 1 but neither in N(s) nor in Q. It makes these moves less attractive, and the next descent
-    may find another leaf. At most k N(root) collided paths of a tree are marked at a time; as each has one
-    edge at the root, the pseudo-visits there count them.
+    may find another leaf. (Virtual loss would mark each path in flight; this marks collided ones alone, so
+    that a search without collisions is not changed.) At most k N(root) collided paths of a tree are marked at
+    a time. Each has one edge at the root, so the sum of the pseudo-visits there is their number.
 
     Returns the games in which a path has not collided, these paths, and a list of the marked edges.
     """
@@ -724,9 +729,9 @@ def play_moves(self_play, go, search, stage, args):
         self_play.steps[name][torch.arange(len(q), device=go.device), boards.num_moves] = x
     boards = go.play(boards, moves)
 
-    # Which games have ended, and the results [G] of black. If you end games early, as by resignation, set
-    # is_over for them and write their results into z. Until you do, their z is NaN, which ends the run, so
-    # that nothing is trained on the score of an unfinished game
+    # Which games have ended, and the results [G] of black. To end games early, as by resignation, set their
+    # entries of the variable is_over, before `ended` is computed, and write their results into z. If you
+    # forget z, it is NaN, which ends the run, so that nothing is trained on the score of an unfinished game
     is_over = boards.is_over
     z = compute_result(go.score(boards), args, go.num_points).masked_fill(~boards.is_over, torch.nan)
     if (~is_over & (boards.num_moves >= go.max_moves)).any():
@@ -852,13 +857,14 @@ def train_epoch(agent, optimizer, pool, num_minibatches, num_turns, stage, args,
 
     This moves the bar by half an epoch.
     """
-    # Random games show no good moves: the policy learns nothing, and its last layer is not even decayed. In
-    # another network, freeze all layers here that only the policy uses
+    # Random games show no good moves: g of eq. 6 is 1, so that the policy has no gradient. AdamW would still
+    # decay its last layer: without requires_grad, it leaves that alone. In another network, freeze here each
+    # layer that only the policy uses
     agent.policy_head.requires_grad_(stage.name != RANDOM_GAMES)
     batch_size = args.batch_size // WORLD_SIZE
     update = partial(train_minibatch, agent, optimizer, pool, stage)
     if pool.turn.bincount(minlength=num_turns).min() >= batch_size:  # all minibatches have one size
-        update = Recorded(update, pool.turn.device)
+        update = Recorded(update, pool.turn.device)  # a new one, as pool and stage are those of an epoch
     sums = {}
     for i in range(num_minibatches):
         rows = sample_pool(pool, i % num_turns, batch_size, args.random_fraction)
@@ -988,11 +994,12 @@ def score_network(go, agent, best, args, run):
         seed_everything(args.seed, PLAIN_EVALUATION)
         scores = evaluate(go, agent, args) | scores  # eval/moves stays that of the match against `best`
         run.win_rate = scores["eval/win_rate"]
-    # This win rate cannot be compared with that of best.pt, whose opponent was another one: the match alone
-    # decides whether best.pt is written. Its moves are what the evaluation has cost
+    # run.keep would compare this win rate with that of best.pt, whose opponent was another one. So is_better
+    # ignores both, and says how the match has ended. The number of its moves is what the evaluation has cost
     run.keep(scores, "eval/win_rate_best", scores["eval/moves"], is_better=lambda *_: is_best)
-    # Save checkpoint.pt, so that --resume has the new `best` and does not repeat this match. run.keep has not
-    # done so with one process: the checkpoint is large then, as it holds the pool
+    # With one process, checkpoint.pt holds the pool and is large, so that run.keep saves it only at the end
+    # of the run. Here it is saved after each match: otherwise a resumed run would have the old `best`, and
+    # play this match again
     if not is_last:
         run.save()
 
@@ -1043,7 +1050,8 @@ def train(args, run):
             break
         epoch = run.iteration
         run.win_rate = None  # of the network that this epoch makes
-        seed_everything(args.seed, TRAINING, epoch + 1, RANK)  # matches draw from the same generators
+        # Seed each epoch anew: a match draws from the same generators, and must not change the games
+        seed_everything(args.seed, TRAINING, epoch + 1, RANK)
 
         # Stage: another kind of games begins with new games and an empty pool
         stage = get_stage(epoch, go.max_legal, args)
@@ -1114,7 +1122,7 @@ class Progress:
     win_rate: float | None = None  # of the newest network against plain MCTS, None before the last epoch
 
 
-class Run(Progress):  # no dataclass itself, so that asdict(run), which `save` writes, has only these fields
+class Run(Progress):  # asdict(run), which `save` writes, has the fields of Progress alone
     """A run: its progress, folder, log, progress bar and checkpoints. Only process 0 writes and evaluates."""
 
     def __init__(self, args, task, checkpoint=None):
@@ -1161,8 +1169,9 @@ class Run(Progress):  # no dataclass itself, so that asdict(run), which `save` w
     def restore_learning_rates(self):
         """Set the learning rates of all optimizers to those of the checkpoint, in the same tensors.
 
-        Some schedulers of torch change the rate of their optimizer when they are made, which may be after the
-        optimizer was restored. So each call of `load`, such as that for the scheduler, sets all rates again.
+        This matters if you add a scheduler of torch: some of them change the rate of their optimizer when
+        they are made, after it was restored. So each call of `load`, also that for the scheduler, sets all
+        rates again.
         """
         for name, part in (self.parts | self.resume_parts).items():
             if hasattr(part, "param_groups") and name in self.checkpoint:
@@ -1250,7 +1259,7 @@ class Run(Progress):  # no dataclass itself, so that asdict(run), which `save` w
 
     def save(self, name="checkpoint.pt"):
         """Write all states to a side file and rename it: a kill leaves either the old or the new file."""
-        self.writer.flush()  # a resumed run does not log again what was logged before this checkpoint
+        self.writer.flush()  # first: a resumed run does not repeat what was logged before this checkpoint
         progress = asdict(self)
         for key, x in progress.items():
             if hasattr(x, "item"):  # a number of NumPy or torch, which load_checkpoint would refuse
@@ -1274,9 +1283,9 @@ class Run(Progress):  # no dataclass itself, so that asdict(run), which `save` w
     def average_statistics(self):
         """Average running statistics, such as those of batch norms, over all processes.
 
-        Networks without a trainable parameter are left out: a copy of the best network may exist in process
-        0 alone, which would then wait for the others. Averaging does not change statistics that are equal in
-        all processes.
+        Networks without a trainable parameter, such as frozen copies, are left out: they do not change in
+        training, and some scripts have them in process 0 alone, which would wait for the others forever.
+        Averaging does not change statistics that are equal in all processes.
         """
         if WORLD_SIZE == 1:
             return
@@ -1302,8 +1311,8 @@ class Run(Progress):  # no dataclass itself, so that asdict(run), which `save` w
         self.write(scalars | {"charts/cpu_seconds": self.cpu_seconds, "charts/SPS": speed})
         position = self.get_position()
         self.bar.update(position - self.bar.n)
-        # Is this an evaluation point: a tenth of the run or, with --eval-interval, so many iterations, and
-        # the end? An evaluation stays due until it is done, since should_evaluate may put it off
+        # Evaluation points are the tenths of the run or, with --eval-interval, each so many iterations and
+        # the end. There, an evaluation falls due, and stays due until it is done: should_evaluate may wait
         tenths_before = self.tenths
         self.tenths = 10 * position // self.length
         is_point = self.tenths > tenths_before
@@ -1344,8 +1353,8 @@ class Run(Progress):  # no dataclass itself, so that asdict(run), which `save` w
         if is_first or is_better(score, self.best_score):
             self.best_score = score
             self.save("best.pt")
-        # Save the score in checkpoint.pt too. If that holds a large part, such as a replay, it is saved only
-        # by `log` and at the end of the run: a run that is resumed in between repeats this evaluation
+        # Save the score in checkpoint.pt too. If that holds a large part, such as a replay, this is done only
+        # at the end of the run: one that is resumed before the next save of `log` repeats this evaluation
         if not self.resume_parts or self.tenths == 10:
             self.save()
         self.start_clocks()
@@ -1390,8 +1399,9 @@ class Recorded:
     CUDA_GRAPHS is False, all calls are ordinary ones.
 
     A recording reads its tensors again in each replay, but freezes numbers of Python. If a setting in `args`
-    changes, the next call records again. Inputs are tensors, or named tuples of tensors, whose shapes stay
-    the same. A replay overwrites the output of the replay before: clone what you keep.
+    changes, the next call records again; if another number does, make a new Recorded. Inputs are tensors, or
+    named tuples of tensors, whose shapes stay the same. A replay overwrites the output of the replay before:
+    clone what you keep.
     """
 
     def __init__(self, function, device, args=None):
@@ -1412,8 +1422,8 @@ class Recorded:
             memory = tree_map(torch.clone, inputs)  # where each replay reads its inputs
             self.memory = tree_leaves(memory)
             self.graph = torch.cuda.CUDAGraph()
-            # Recording runs nothing: the replay below does. The stream is that of set_up_device, on which the
-            # first call ran, as the default stream of torch cannot be recorded
+            # Recording computes nothing: the replay below does. It is on the current stream, that of
+            # set_up_device, because torch cannot record the default one. The first call was on it, too
             with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
                 self.output = self.function(*memory)
         for old, new in zip(self.memory, tree_leaves(inputs), strict=True):

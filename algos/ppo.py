@@ -664,7 +664,7 @@ class Progress:
     is_due: bool = False  # is it time to evaluate the newest policy
 
 
-class Run(Progress):  # no dataclass itself, so that asdict(run), which `save` writes, has only these fields
+class Run(Progress):  # asdict(run), which `save` writes, has the fields of Progress alone
     """A run: its progress, folder, log, progress bar and checkpoints. Only process 0 writes and evaluates."""
 
     def __init__(self, args, task, checkpoint=None):
@@ -711,8 +711,9 @@ class Run(Progress):  # no dataclass itself, so that asdict(run), which `save` w
     def restore_learning_rates(self):
         """Set the learning rates of all optimizers to those of the checkpoint, in the same tensors.
 
-        Some schedulers of torch change the rate of their optimizer when they are made, which may be after the
-        optimizer was restored. So each call of `load`, such as that for the scheduler, sets all rates again.
+        This matters if you add a scheduler of torch: some of them change the rate of their optimizer when
+        they are made, after it was restored. So each call of `load`, also that for the scheduler, sets all
+        rates again.
         """
         for name, part in (self.parts | self.resume_parts).items():
             if hasattr(part, "param_groups") and name in self.checkpoint:
@@ -800,7 +801,7 @@ class Run(Progress):  # no dataclass itself, so that asdict(run), which `save` w
 
     def save(self, name="checkpoint.pt"):
         """Write all states to a side file and rename it: a kill leaves either the old or the new file."""
-        self.writer.flush()  # a resumed run does not log again what was logged before this checkpoint
+        self.writer.flush()  # first: a resumed run does not repeat what was logged before this checkpoint
         progress = asdict(self)
         for key, x in progress.items():
             if hasattr(x, "item"):  # a number of NumPy or torch, which load_checkpoint would refuse
@@ -824,9 +825,9 @@ class Run(Progress):  # no dataclass itself, so that asdict(run), which `save` w
     def average_statistics(self):
         """Average running statistics, such as those of batch norms, over all processes.
 
-        Networks without a trainable parameter are left out: a copy of the best network may exist in process
-        0 alone, which would then wait for the others. Averaging does not change statistics that are equal in
-        all processes.
+        Networks without a trainable parameter, such as frozen copies, are left out: they do not change in
+        training, and some scripts have them in process 0 alone, which would wait for the others forever.
+        Averaging does not change statistics that are equal in all processes.
         """
         if WORLD_SIZE == 1:
             return
@@ -852,8 +853,8 @@ class Run(Progress):  # no dataclass itself, so that asdict(run), which `save` w
         self.write(scalars | {"charts/cpu_seconds": self.cpu_seconds, "charts/SPS": speed})
         position = self.get_position()
         self.bar.update(position - self.bar.n)
-        # Is this an evaluation point: a tenth of the run or, with --eval-interval, so many iterations, and
-        # the end? An evaluation stays due until it is done, since should_evaluate may put it off
+        # Evaluation points are the tenths of the run or, with --eval-interval, each so many iterations and
+        # the end. There, an evaluation falls due, and stays due until it is done: should_evaluate may wait
         tenths_before = self.tenths
         self.tenths = 10 * position // self.length
         is_point = self.tenths > tenths_before
@@ -894,8 +895,8 @@ class Run(Progress):  # no dataclass itself, so that asdict(run), which `save` w
         if is_first or is_better(score, self.best_score):
             self.best_score = score
             self.save("best.pt")
-        # Save the score in checkpoint.pt too. If that holds a large part, such as a replay, it is saved only
-        # by `log` and at the end of the run: a run that is resumed in between repeats this evaluation
+        # Save the score in checkpoint.pt too. If that holds a large part, such as a replay, this is done only
+        # at the end of the run: one that is resumed before the next save of `log` repeats this evaluation
         if not self.resume_parts or self.tenths == 10:
             self.save()
         self.start_clocks()
@@ -940,8 +941,9 @@ class Recorded:
     CUDA_GRAPHS is False, all calls are ordinary ones.
 
     A recording reads its tensors again in each replay, but freezes numbers of Python. If a setting in `args`
-    changes, the next call records again. Inputs are tensors, or named tuples of tensors, whose shapes stay
-    the same. A replay overwrites the output of the replay before: clone what you keep.
+    changes, the next call records again; if another number does, make a new Recorded. Inputs are tensors, or
+    named tuples of tensors, whose shapes stay the same. A replay overwrites the output of the replay before:
+    clone what you keep.
     """
 
     def __init__(self, function, device, args=None):
@@ -962,8 +964,8 @@ class Recorded:
             memory = tree_map(torch.clone, inputs)  # where each replay reads its inputs
             self.memory = tree_leaves(memory)
             self.graph = torch.cuda.CUDAGraph()
-            # Recording runs nothing: the replay below does. The stream is that of set_up_device, on which the
-            # first call ran, as the default stream of torch cannot be recorded
+            # Recording computes nothing: the replay below does. It is on the current stream, that of
+            # set_up_device, because torch cannot record the default one. The first call was on it, too
             with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
                 self.output = self.function(*memory)
         for old, new in zip(self.memory, tree_leaves(inputs), strict=True):

@@ -21,24 +21,27 @@ patch's map. Looks cost time or money in practice; here looking once at all patc
     coarse pictures --embed--> embedding [D] --classify--> logits of the patch's cells [G]
                                     +
     window of a look --read--> correction [G] --up--> [D]    the sum is the next embedding, classified again
+                            `-> features [E]                 added up over looks, for the policy alone
 
 A correction is not added to the logits, because the policy reads the embedding: so it knows at its next
 decision what the look has found. The detector is trained first, with random looks. Then PPO learns which
 patches are worth a look. It also goes on training `read`, `up` and `classify`, but not `embed`: a rollout
 stores embeddings, so that an update need not repeat `embed` and all earlier looks.
 
-When to use it. For the best map, train the detector alone (--ppo-iterations 0): all patches look. To save
-looks if a patch has but one, no PPO is needed either: let those look whose coarse map has more change than a
-level (--look-above; a run prints the level that is best on val). PPO can also learn when it pays to look
-again. But in training, all dates and labels are at hand: where one can compute what each look would gain, as
-in the task haze, a supervised rule that predicts these gains does at least as well as PPO. PPO is for rewards
-of which that cannot be computed, such as one of a whole set of looks. The task haze is there to test it.
+When to use it. For the best map, train the detector alone (--ppo-iterations 0): the untrained policy always
+looks. If a patch can look only once and you want fewer looks, you need no PPO either: with --look-above
+LEVEL, a patch looks if the mean probability of change in its coarse map is above LEVEL. At its end, a run
+prints the best level on val. PPO can also learn when it pays to look again. But with the reward of this file,
+it is not the strongest method: in training, all dates and labels are known, so one can compute what each look
+would gain, and a network that learns to predict these gains (not in this file) does at least as well. Use PPO
+if your reward is one of all looks together; it would take the place of eq. 1 in `play`. The task haze is
+there to test it.
 
 The synthetic task haze: four patches in ten are roofs with stripes, which coarse pictures hide. On a quarter
 of the roofs, the stripes turn between the first and the last date. Half of the roofs are under haze at the
 first date: no look can tell whether they have changed. T is the number J of dates, and look number t shows
-the first t dates. So the first look pays only by the second one, which is not worth its price if the first
-shows haze.
+the first t dates. So the first look finds no change; it only shows whether there is haze, and so whether a
+second look is worth its price.
 
 A patch may look T times (--num-steps). Real pairs (--data-dir) have T = 1 unless --num-steps says otherwise:
 the only look shows both dates, and no decision follows it. Then gamma, lambda and the features that a look
@@ -51,31 +54,34 @@ that count are changed) and probabilities p:
         price = 2 x the share of changed pixels in training x cost
     (2) u(p) = mean over the patch's cells of [ 1[p > F / 2] (2 y - F) + beta max(log likelihood of y, -7) ].
         F is a running mean of F1 = 2 TP / (predicted + true) of the training maps, with cells called changed
-        where p > F / 2. u is the utility of a map; why it stands for F1 is said below.
+        where p > F / 2. u is the utility of a map. Its first term stands for F1: to call one more cell
+        changed raises F1 in proportion to 2 y - F, on average a gain if p > F / 2 (see below eq. 5).
     In eq. 3 to 5, a patch's state s is what the policy knows of it. Its action a is to stop, or to look and
     then draw a correction of G numbers. V(s) is the expected sum of rewards from s on. The advantage A says
     how much better than V(s) the action turned out:
     (3) A_t = delta_t + gamma lambda A_{t+1}, delta_t = r_t + gamma V(s_{t+1}) - V(s_t); V and A are 0 after a
         stop and after step T
     (4) pi(a | s) = pi(stop | s), or pi(look | s) N(correction | mean, sigma); `read` gives the mean from the
-        window, after the decision to look. Corrections are drawn, so that PPO trains `read` for rewards of
-        later looks too: the cross entropy of eq. 5 trains it for the map alone. (In haze, this has gained
-        nothing: see the page.)
+        window, after the decision to look. The correction is drawn, so that it is an action. It goes into
+        the embedding, which the policy reads at its next decision: so PPO can train `read` to help later
+        decisions, where the cross entropy of eq. 5 trains it for the present map alone. (In the task haze,
+        that has not raised the score.)
     (5) L = E[ -sum min(ratio A, clip(ratio, 1 - eps, 1 + eps) A) + c1 (V - R)^2 / 2 - c2 entropy(pi(look)) ]
         + c3 cross entropy; the sum is over the two factors of eq. 4, each with its own ratio, and R = A + V.
         E is over the steps of active patches, those that have not stopped
 
 Why a larger sum of rewards means a larger F1. One more predicted cell adds 2 y to the numerator of F1 and 1
 to its denominator, so F1 rises by (2 y - F) / (predicted + true): on average a gain if p > F / 2. Let there
-be N cells, and as many predicted as changed: predicted + true is 2 share N. If the mean of u over all cells
-rises by x, its sum rises by x N, and F1 by x N / (2 share N) = x / (2 share). This is the cost if x is 2
-share cost: the price. The term with beta pays for surer probabilities, even if no cell crosses the threshold
-F / 2.
+be N cells, of which share * N are changed, and as many predicted: predicted + true = 2 * share * N. If one
+look at every patch raises the mean of u by x, F1 rises by x * N / (2 * share * N) = x / (2 * share). These
+looks cost `--cost` of F1. So they pay for themselves if x = 2 * share * cost, and that is the price of a
+look. (share is that of pixels, about that of cells.) The term with beta pays for surer probabilities, even if
+no cell crosses the threshold F / 2.
 
-For example, a tenth of the pixels of haze are changed, so that --cost 0.3 makes a price of 2 x 0.1 x 0.3 =
-0.06. Let F be 0.7, and a look find that all cells of a patch are changed that were called unchanged: u rises
-by 2 - 0.7 = 1.3. If that happens in one look of twenty, looks gain 1.3 / 20 = 0.065 on average, a little more
-than they cost.
+For example, a tenth of the pixels of the task haze are changed, so that --cost 0.3 makes a price of 2 * 0.1 *
+0.3 = 0.06. Let F be 0.7, and a look find that all cells of a patch are changed that were called unchanged: u
+rises by 2 - 0.7 = 1.3. If that happens in one look of twenty, looks gain 1.3 / 20 = 0.065 on average, a
+little more than they cost.
 
 Shapes (in the code, F is `f1`):
     B pairs of a batch, n rows of a minibatch, K windows, M pairs of H x W pixels before cropping
@@ -83,8 +89,8 @@ Shapes (in the code, F is `f1`):
     D embedding, E features that a look shows the policy
     sides in pixels: S of a picture, S' of a coarse one, P of a patch, c of a cell, s = P + 2 c of a window
 
-The file has two parts. The algorithm comes first, with its loop in `train`. The part `Run` at the end has
-nothing of change detection in it: run folder, log, checkpoints, processes and the command line.
+The file has two parts. The algorithm comes first, with its loop in `train`. The part `Run` at the end is
+about the run folder, the log, checkpoints, processes and the command line.
 """
 
 # /// script
@@ -164,6 +170,7 @@ class Args:
     eval_episodes: int = 500  # val pairs per evaluation, and synthetic test pairs (0: never evaluate)
     predict: tuple[str, ...] | None = None  # with --evaluate: two pictures or folders, and labels if any
     output: str = "change_maps"  # new folder for the maps of --predict
+    threshold: float | None = None  # with --evaluate: mask threshold of probability, not the checkpoint's
     look_above: float | None = None  # with --evaluate: look by this level, see look_above, not by the policy
     # The pairs
     env_id: str = "haze"  # synthetic pairs: haze; haze-3 or haze-4, with more dates
@@ -255,9 +262,10 @@ class Detector(nn.Module):
         dates = dates * is_shown[:, :, None, None, None]
         differences = (dates[:, 1:] - dates[:, :1]).abs()  # of the later dates to the first
         corrections = self.refiner(torch.cat((dates, differences), 1).flatten(1, 2))  # [K, 1, 4, 4]
-        # Range of each feature: its largest minus its smallest value in the window, which is small in haze.
-        # The policy gets it apart, because cross entropy alone would not keep it in the embedding. A date
-        # that is not shown has range 0. The last date is left out: no decision follows the look that shows it
+        # Features for the policy: of each channel the largest minus the smallest value in the window, which
+        # is small in haze. They are an input of their own, because cross entropy trains corrections for the
+        # map alone, and whether there is haze does not change the map yet. A date that is not shown has range
+        # 0. The last date is left out: no decision follows the look that shows it
         ranges = (dates.amax((3, 4)) - dates.amin((3, 4)))[:, :-1]  # [K, J - 1, 16]
         return corrections.flatten(1), ranges.flatten(1)
 
@@ -288,9 +296,10 @@ class Agent(nn.Module):
     def decide(self, embedding, seen):
         """Return the logits of a look and the values V, [B, h, w] each.
 
-        The step is not an input. The heads infer it from the embedding [B, D, h, w] and from `seen`
-        [B, E, h, w], the sum of the features of all looks so far. A date that several looks show is counted
-        several times, which tells the heads how often the patch has looked.
+        Inputs are the embedding [B, D, h, w] and `seen` [B, E, h, w], the sum of the features of all looks so
+        far, in which a date that several looks show counts several times. The step is not an input: with the
+        default two looks, `seen` is zero before the first one and not after it. If you have many looks and
+        values are inaccurate, add it.
         """
         return self.heads(torch.cat((embedding, seen), 1)).unbind(1)
 
@@ -506,8 +515,8 @@ def collect_rollout(agent, images, labels, args):
         "charts/looks": looks.float().sum(0).mean().item(),
         "charts/episodic_return": rollout["rewards"].sum(0).mean().item(),
     }
-    # Accuracy (p > 0.5) of patches that stopped before T looks; cells that do not count are taken for
-    # unchanged
+    # To see whether the policy stops where the map is right: the accuracy of patches that stopped before T
+    # looks, at p > 0.5, which does not move with F. Cells that do not count are taken for unchanged
     is_right = (cell_logits > 0) == (labels == 1)  # [B, G, h, w]
     accuracy = is_right.float().mean(1)[~looks[-1]]
     if len(accuracy):
@@ -615,14 +624,15 @@ def train(args, run):
     if args.pretrained and not run.checkpoint:
         load_weights(agent, args.pretrained)
     run.load(agent=agent)
+    threshold = run.threshold if args.threshold is None else args.threshold
     rule = None if args.look_above is None else partial(look_above, args.look_above)
     if args.predict:
-        write_predictions(agent, args, run.threshold, device, rule)
+        write_predictions(agent, args, threshold, device, rule)
         return
     if args.evaluate:  # on pairs other than those that selected best.pt and its threshold
         (test,) = load_pairs(args, device, ["test"])
-        print_line(f"{args.evaluate}: {len(test)} test pairs at the threshold {run.threshold} of probability")
-        print_scores(evaluate(agent, args, test, run.threshold, rule))
+        print_line(f"{args.evaluate}: {len(test)} test pairs at the threshold {threshold} of probability")
+        print_scores(evaluate(agent, args, test, threshold, rule))
         return
     train_pairs, all_val, test = load_pairs(args, device)
     val = all_val[: args.eval_episodes]
@@ -697,7 +707,8 @@ def train(args, run):
     # Compare the last policy and best.pt with other rules, unless --eval-episodes is 0
     text = ""
     if run.last_score is not None:
-        text = f"; {compare_rules(agent, args, val, test, run.path / 'best.pt')} earned most on test"
+        winner = compare_rules(agent, args, val, test, run.path / "best.pt")
+        text = f" (on {len(val)} val pairs); {winner} earned most on test"
     run.close(text)
 
 
@@ -705,7 +716,7 @@ def train(args, run):
 def look_above(level, row):
     """Rule: look to the end if the mean probability of change in a patch's coarse map is above `level`.
 
-    With --look-above, --evaluate and --predict look by it. The threshold of the mask stays the checkpoint's.
+    With --look-above, --evaluate and --predict look by it.
     """
     # All pairs are at the same step. After step 0, each patch that is still active has looked, and goes on
     has_looked = row["step_indices"][0] > 0
@@ -725,19 +736,23 @@ def compare_rules(agent, args, val, test, best_path):
         "best.pt": [None],
         "everywhere": [partial(look_above, 0)],
         "nowhere": [partial(look_above, 1)],
-        "threshold": [partial(look_above, level) for level in levels],
+        "look above": [partial(look_above, level) for level in levels],
     }
     found = {}
+    thresholds = {}
     for name, candidates in rules.items():
         network = agent if name == "last policy" else best
-        # Choose the candidate that earns most on val, where the threshold of its probabilities is chosen too
+        # Choose the candidate that earns most on val. For each, `evaluate` also chooses there the probability
+        # from which a pixel is called changed
         on_val = [evaluate(network, args, val, None, rule) for rule in candidates]
         i = np.argmax([scores["eval/f1_less_price"] for scores in on_val])
-        found[name] = evaluate(network, args, test, on_val[i]["eval/threshold"], candidates[i])
-    level = levels[i]  # of the last rule, the threshold
+        thresholds[name] = on_val[i]["eval/threshold"]
+        found[name] = evaluate(network, args, test, thresholds[name], candidates[i])
+    # i and name are still those of the last rule, look above
+    flags = f" (--look-above {levels[i]:.3g} --threshold {thresholds[name]:.2g})"
     found["all changed"] = change_pairs.score_all_changed(test)
     for name, scores in found.items():
-        flag = f" (--look-above {level:.3g})" if name == "threshold" else ""
+        flag = flags if name == "look above" else ""
         print_line(
             f"{name:>12}: F1 {scores['eval/f1']:.3f} on test at {scores['eval/looks']:.2f} looks a patch,"
             f" less their price {scores['eval/f1_less_price']:.3f}{flag}"
@@ -745,7 +760,9 @@ def compare_rules(agent, args, val, test, best_path):
     if found["best.pt"]["eval/f1"] <= found["all changed"]["eval/f1"]:
         print_line("The mask of best.pt is no better than calling every pixel changed. Do not use it")
     if len(val) < 10:
-        print_line(f"With {len(val)} val pairs, the choice of best.pt and its threshold are a guess")
+        print_line(f"With {len(val)} val pairs, the choice of best.pt and all thresholds are a guess")
+    if len(test) < 10:
+        print_line(f"With {len(test)} test pairs, these scores are a guess")
     return max(found, key=lambda name: found[name]["eval/f1_less_price"])
 
 
@@ -801,7 +818,7 @@ class Progress:
     threshold: float = 0.5  # probability from which a pixel is called changed, tuned on val
 
 
-class Run(Progress):  # no dataclass itself, so that asdict(run), which `save` writes, has only these fields
+class Run(Progress):  # asdict(run), which `save` writes, has the fields of Progress alone
     """A run: its progress, folder, log, progress bar and checkpoints. Only process 0 writes and evaluates."""
 
     def __init__(self, args, task, checkpoint=None):
@@ -848,8 +865,9 @@ class Run(Progress):  # no dataclass itself, so that asdict(run), which `save` w
     def restore_learning_rates(self):
         """Set the learning rates of all optimizers to those of the checkpoint, in the same tensors.
 
-        Some schedulers of torch change the rate of their optimizer when they are made, which may be after the
-        optimizer was restored. So each call of `load`, such as that for the scheduler, sets all rates again.
+        This matters if you add a scheduler of torch: some of them change the rate of their optimizer when
+        they are made, after it was restored. So each call of `load`, also that for the scheduler, sets all
+        rates again.
         """
         for name, part in (self.parts | self.resume_parts).items():
             if hasattr(part, "param_groups") and name in self.checkpoint:
@@ -937,7 +955,7 @@ class Run(Progress):  # no dataclass itself, so that asdict(run), which `save` w
 
     def save(self, name="checkpoint.pt"):
         """Write all states to a side file and rename it: a kill leaves either the old or the new file."""
-        self.writer.flush()  # a resumed run does not log again what was logged before this checkpoint
+        self.writer.flush()  # first: a resumed run does not repeat what was logged before this checkpoint
         progress = asdict(self)
         for key, x in progress.items():
             if hasattr(x, "item"):  # a number of NumPy or torch, which load_checkpoint would refuse
@@ -961,9 +979,9 @@ class Run(Progress):  # no dataclass itself, so that asdict(run), which `save` w
     def average_statistics(self):
         """Average running statistics, such as those of batch norms, over all processes.
 
-        Networks without a trainable parameter are left out: a copy of the best network may exist in process
-        0 alone, which would then wait for the others. Averaging does not change statistics that are equal in
-        all processes.
+        Networks without a trainable parameter, such as frozen copies, are left out: they do not change in
+        training, and some scripts have them in process 0 alone, which would wait for the others forever.
+        Averaging does not change statistics that are equal in all processes.
         """
         if WORLD_SIZE == 1:
             return
@@ -989,8 +1007,8 @@ class Run(Progress):  # no dataclass itself, so that asdict(run), which `save` w
         self.write(scalars | {"charts/cpu_seconds": self.cpu_seconds, "charts/SPS": speed})
         position = self.get_position()
         self.bar.update(position - self.bar.n)
-        # Is this an evaluation point: a tenth of the run or, with --eval-interval, so many iterations, and
-        # the end? An evaluation stays due until it is done, since should_evaluate may put it off
+        # Evaluation points are the tenths of the run or, with --eval-interval, each so many iterations and
+        # the end. There, an evaluation falls due, and stays due until it is done: should_evaluate may wait
         tenths_before = self.tenths
         self.tenths = 10 * position // self.length
         is_point = self.tenths > tenths_before
@@ -1031,8 +1049,8 @@ class Run(Progress):  # no dataclass itself, so that asdict(run), which `save` w
         if is_first or is_better(score, self.best_score):
             self.best_score = score
             self.save("best.pt")
-        # Save the score in checkpoint.pt too. If that holds a large part, such as a replay, it is saved only
-        # by `log` and at the end of the run: a run that is resumed in between repeats this evaluation
+        # Save the score in checkpoint.pt too. If that holds a large part, such as a replay, this is done only
+        # at the end of the run: one that is resumed before the next save of `log` repeats this evaluation
         if not self.resume_parts or self.tenths == 10:
             self.save()
         self.start_clocks()
@@ -1077,8 +1095,9 @@ class Recorded:
     CUDA_GRAPHS is False, all calls are ordinary ones.
 
     A recording reads its tensors again in each replay, but freezes numbers of Python. If a setting in `args`
-    changes, the next call records again. Inputs are tensors, or named tuples of tensors, whose shapes stay
-    the same. A replay overwrites the output of the replay before: clone what you keep.
+    changes, the next call records again; if another number does, make a new Recorded. Inputs are tensors, or
+    named tuples of tensors, whose shapes stay the same. A replay overwrites the output of the replay before:
+    clone what you keep.
     """
 
     def __init__(self, function, device, args=None):
@@ -1099,8 +1118,8 @@ class Recorded:
             memory = tree_map(torch.clone, inputs)  # where each replay reads its inputs
             self.memory = tree_leaves(memory)
             self.graph = torch.cuda.CUDAGraph()
-            # Recording runs nothing: the replay below does. The stream is that of set_up_device, on which the
-            # first call ran, as the default stream of torch cannot be recorded
+            # Recording computes nothing: the replay below does. It is on the current stream, that of
+            # set_up_device, because torch cannot record the default one. The first call was on it, too
             with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
                 self.output = self.function(*memory)
         for old, new in zip(self.memory, tree_leaves(inputs), strict=True):
@@ -1248,9 +1267,9 @@ def main(argv=None):
             "--image-size must be divisible by --patch-size and larger than --cell-size, "
             "and --patch-size divisible by --cell-size and --coarse-size"
         )
-    for flag, value in (("--predict", args.predict), ("--look-above", args.look_above)):
-        if value is not None and not args.evaluate:
-            fail(f"{flag} needs --evaluate")
+    for name in ("predict", "threshold", "look_above"):
+        if getattr(args, name) is not None and not args.evaluate:
+            fail(f"--{name.replace('_', '-')} needs --evaluate")
     if args.predict and len(args.predict) not in (2, 3):
         fail("--predict needs two pictures or two folders, and may have a third with the labels")
     if args.detector_iterations + args.ppo_iterations == 0:

@@ -26,9 +26,9 @@ that only provide targets. The main differences to the paper:
     - windows begin learn_length steps apart, so that each step is trained in exactly one window (the paper's
       overlap by half), and a new window gets the largest priority (the paper's actors compute it);
     - a window is drawn 8 times on average (about once in the paper);
-    - rewards in targets are also divided by a root mean square, so that one learning rate suits tasks with
-      small and with large rewards: near 0, h is nearly linear, and so keeps their scale. Rewards of zero are
-      left out of it, or rare rewards would become huge;
+    - rewards in targets are divided by the root mean square of those that are not zero. h alone does not make
+      one learning rate fit all tasks: it compresses large values, but only about halves small ones. Zeros do
+      not count, as where rewards are rare, they would make the mean tiny and the quotients huge;
     - gradients are clipped, Adam has its usual eps of 1e-8, and images are not stacked (four in the paper);
     - settings are for small tasks on a CPU: n is 1 (5 in the paper), gamma 0.98 (0.997), H 64 (512), and the
       target network is copied every 100 updates (2,500). Forget gates begin with large biases.
@@ -163,12 +163,13 @@ class QNetwork(nn.Module):
         # Is the observation an image? It is if it holds bytes, and its height and its width are at least 36
         # pixels, the fewest that the three convolutions accept (36 -> 8 -> 3 -> 1). Its layout is
         # [..., height, width, channels] if the last dimension is smaller than the third last, as in
-        # [84, 84, 3], and else [..., height, width], as in [4, 84, 84]. The two ones let shapes of one or two
-        # dimensions pass the same test. All other observations are flattened. Bytes are always divided by
-        # their largest value
+        # [84, 84, 3], and else [..., height, width], as in [4, 84, 84]. All other observations are flattened.
+        # Bytes are always divided by their largest value
         space = envs.single_observation_space
         is_bytes = space.dtype == np.uint8
         self.obs_scale = float(space.high.max()) if is_bytes else 1.0
+        # Two ones in front give shapes of one or two dimensions three, too: [84, 84] is an image without
+        # channels, and a vector [128] has the height 1, so that it is no image
         *_, third_last, second_last, last = [1, 1, *space.shape]
         self.is_channels_last = last < third_last
         shortest = min(second_last, third_last if self.is_channels_last else last)
@@ -382,10 +383,13 @@ class SequenceReplay:
         window 3   6  7  8  9 10 11 12 12 12 12 12   begin 0, end 6: steps 10 and 11 are trained
 
     The real steps of a window are at the indices `begin` to `end`. Copies of the first and the last one fill
-    the places before and after them. The network reads these, but its outputs there are not used. A window
-    has the whole burn-in, or none if its trained steps begin before step burn_in of the episode. So if
-    learn_length is less than burn_in, there are windows after the first one that have none; with --state-init
-    zero, these start from a zero state in mid-episode.
+    the places before and after them. The network reads these, but its outputs there are not used.
+
+    A burn-in is whole or absent, so that `begin` and one stored state describe it. It is absent if fewer than
+    burn_in steps of the episode come before the trained ones. With the default settings, that is only so in
+    the first window, whose state is zero anyway. If learn_length is less than burn_in, it is also so in later
+    windows: with burn_in 4 and learn_length 2, in that which trains from step 2. These start from the state
+    stored for their first trained step or, with --state-init zero, from zero in mid-episode.
 
     A step is stored with the action and reward that led to it. So those that follow it are at the next index.
     """
@@ -404,7 +408,7 @@ class SequenceReplay:
             "obs": np.zeros((*shape, *space.shape), np.uint8 if is_bytes else np.float32),  # [L, B, *D]
             "last_action": np.zeros(shape, int),  # [L, B]; it led to the observation, as the rewards did
             "last_reward": np.zeros(shape, np.float32),  # what the network reads
-            "reward": np.zeros(shape, np.float32),  # what it is trained on
+            "reward": np.zeros(shape, np.float32),  # what it is trained on; another one if you add a bonus
         }
         self.recent_state = torch.zeros(*shape, STATE_SIZE, args.hidden_size, device=device)
         self.newest = 0
@@ -462,8 +466,9 @@ class SequenceReplay:
         self.recent["reward"][self.newest] = rewards
         self.recent_state[self.newest] = player.state
         for i, step in enumerate(player.lengths):
-            # A window is complete when its last step is here. At the end of an episode, what is left is a
-            # window if it has a step to train before the last observation
+            # A window is stored when so many steps have followed its first trained one, starts[i]: m + n - 1
+            # make it complete. At the end of an episode, one is enough, as a trained step needs the reward
+            # after it. What is left then may be more than one window
             num_more = 1 if player.is_over[i] else self.args.learn_length + self.args.n_step - 1
             while self.starts[i] + num_more <= step:
                 self.store(player, i)
@@ -486,10 +491,11 @@ class SequenceReplay:
         self.num_added += 1
         for name, x in self.recent.items():
             self.data[name][index] = torch.as_tensor(x[rows, i])
+        # Row rows[0] is of the first real step, also without burn-in, as copies of that step come before it
         self.data["state"][index] = self.recent_state[rows[0], i]
         self.data["begin"][index] = begin
         self.data["end"][index] = begin + int(steps[-1] - steps[begin])
-        self.data["is_terminated"][index] = bool(player.is_terminated[i]) and bool(steps[-1] == newest_step)
+        self.data["is_terminated"][index] = bool(player.is_terminated[i])  # its last step is the newest one
         largest = self.data["priority"].max()
         self.data["priority"][index] = largest.where(largest > 0, 1.0)
 
@@ -768,8 +774,8 @@ def train(args, run):
             run.keep(scores, "eval/episodic_return", args.eval_episodes * scores["eval/episodic_length"])
         if run.step >= args.total_timesteps:
             break
-        # Evaluations draw from the same generators, so each iteration has a seed of its own. The environments
-        # above had that of run.iteration
+        # Seed each iteration anew: an evaluation seeds the same generators, and training must not depend on
+        # whether there was one. It is + 1, as the environments above were seeded with run.iteration
         seed_everything(args.seed, TRAINING, run.iteration + 1, RANK)
 
         # Learning rate: it falls linearly to zero
@@ -831,7 +837,7 @@ class Progress:
     updates_due: float = 0.0  # the fraction of an update that is left over
 
 
-class Run(Progress):  # no dataclass itself, so that asdict(run), which `save` writes, has only these fields
+class Run(Progress):  # asdict(run), which `save` writes, has the fields of Progress alone
     """A run: its progress, folder, log, progress bar and checkpoints. Only process 0 writes and evaluates."""
 
     def __init__(self, args, task, checkpoint=None):
@@ -878,8 +884,9 @@ class Run(Progress):  # no dataclass itself, so that asdict(run), which `save` w
     def restore_learning_rates(self):
         """Set the learning rates of all optimizers to those of the checkpoint, in the same tensors.
 
-        Some schedulers of torch change the rate of their optimizer when they are made, which may be after the
-        optimizer was restored. So each call of `load`, such as that for the scheduler, sets all rates again.
+        This matters if you add a scheduler of torch: some of them change the rate of their optimizer when
+        they are made, after it was restored. So each call of `load`, also that for the scheduler, sets all
+        rates again.
         """
         for name, part in (self.parts | self.resume_parts).items():
             if hasattr(part, "param_groups") and name in self.checkpoint:
@@ -967,7 +974,7 @@ class Run(Progress):  # no dataclass itself, so that asdict(run), which `save` w
 
     def save(self, name="checkpoint.pt"):
         """Write all states to a side file and rename it: a kill leaves either the old or the new file."""
-        self.writer.flush()  # a resumed run does not log again what was logged before this checkpoint
+        self.writer.flush()  # first: a resumed run does not repeat what was logged before this checkpoint
         progress = asdict(self)
         for key, x in progress.items():
             if hasattr(x, "item"):  # a number of NumPy or torch, which load_checkpoint would refuse
@@ -991,9 +998,9 @@ class Run(Progress):  # no dataclass itself, so that asdict(run), which `save` w
     def average_statistics(self):
         """Average running statistics, such as those of batch norms, over all processes.
 
-        Networks without a trainable parameter are left out: a copy of the best network may exist in process
-        0 alone, which would then wait for the others. Averaging does not change statistics that are equal in
-        all processes.
+        Networks without a trainable parameter, such as frozen copies, are left out: they do not change in
+        training, and some scripts have them in process 0 alone, which would wait for the others forever.
+        Averaging does not change statistics that are equal in all processes.
         """
         if WORLD_SIZE == 1:
             return
@@ -1019,8 +1026,8 @@ class Run(Progress):  # no dataclass itself, so that asdict(run), which `save` w
         self.write(scalars | {"charts/cpu_seconds": self.cpu_seconds, "charts/SPS": speed})
         position = self.get_position()
         self.bar.update(position - self.bar.n)
-        # Is this an evaluation point: a tenth of the run or, with --eval-interval, so many iterations, and
-        # the end? An evaluation stays due until it is done, since should_evaluate may put it off
+        # Evaluation points are the tenths of the run or, with --eval-interval, each so many iterations and
+        # the end. There, an evaluation falls due, and stays due until it is done: should_evaluate may wait
         tenths_before = self.tenths
         self.tenths = 10 * position // self.length
         is_point = self.tenths > tenths_before
@@ -1061,8 +1068,8 @@ class Run(Progress):  # no dataclass itself, so that asdict(run), which `save` w
         if is_first or is_better(score, self.best_score):
             self.best_score = score
             self.save("best.pt")
-        # Save the score in checkpoint.pt too. If that holds a large part, such as a replay, it is saved only
-        # by `log` and at the end of the run: a run that is resumed in between repeats this evaluation
+        # Save the score in checkpoint.pt too. If that holds a large part, such as a replay, this is done only
+        # at the end of the run: one that is resumed before the next save of `log` repeats this evaluation
         if not self.resume_parts or self.tenths == 10:
             self.save()
         self.start_clocks()
@@ -1107,8 +1114,9 @@ class Recorded:
     CUDA_GRAPHS is False, all calls are ordinary ones.
 
     A recording reads its tensors again in each replay, but freezes numbers of Python. If a setting in `args`
-    changes, the next call records again. Inputs are tensors, or named tuples of tensors, whose shapes stay
-    the same. A replay overwrites the output of the replay before: clone what you keep.
+    changes, the next call records again; if another number does, make a new Recorded. Inputs are tensors, or
+    named tuples of tensors, whose shapes stay the same. A replay overwrites the output of the replay before:
+    clone what you keep.
     """
 
     def __init__(self, function, device, args=None):
@@ -1129,8 +1137,8 @@ class Recorded:
             memory = tree_map(torch.clone, inputs)  # where each replay reads its inputs
             self.memory = tree_leaves(memory)
             self.graph = torch.cuda.CUDAGraph()
-            # Recording runs nothing: the replay below does. The stream is that of set_up_device, on which the
-            # first call ran, as the default stream of torch cannot be recorded
+            # Recording computes nothing: the replay below does. It is on the current stream, that of
+            # set_up_device, because torch cannot record the default one. The first call was on it, too
             with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
                 self.output = self.function(*memory)
         for old, new in zip(self.memory, tree_leaves(inputs), strict=True):

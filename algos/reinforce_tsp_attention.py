@@ -17,7 +17,7 @@ Equations, numbered as by Kool et al.:
     (5)  q      = W^Q h_c,  k_i = W^K h_i,  v_i = W^V h_i, for each head
     (6)  u_j    = q . k_j / sqrt(d), or -inf if j has been visited; the glimpse is g = sum_j softmax(u)_j v_j
     (7)  u_j    = 10 tanh(W^O g . k_j / sqrt(D)), or -inf if j has been visited. These k_j have a W^K of their
-                  own. (A further W^Q before W^O g would make one matrix with W^O, so there is none)
+                  own. (The paper has a further W^Q in front of W^O; their product is one matrix)
     (8)  p(pi_t = j | s, pi_1 ... pi_{t-1}) = softmax(u)_j
     (9)  grad E[L(pi)] = E[ (L(pi) - b(s)) grad log p(pi | s) ], where L(pi) is the length of the tour
 
@@ -75,7 +75,8 @@ WEIGHTS, TRAINING, EVALUATION, FINAL_EVALUATION = range(4)
 # For the part `Run`: if one of these settings changes with --resume, the score of best.pt no longer counts.
 # The seed is one of them, as it chooses the instances of evaluations
 TASK_SETTINGS = ("env_id", "data", "seed", "eval_episodes")
-# Named in the message about a checkpoint that does not fit: its optimizers may be of other parameters
+# Named in the message about a checkpoint that does not fit. This one decides which parameters Muon trains and
+# which Adam trains, and the states of both optimizers fit no other division
 NETWORK_FLAGS = "--optimizer"
 
 # Defined in the part `Run` at the end, but used before it:
@@ -84,7 +85,7 @@ NETWORK_FLAGS = "--optimizer"
 #   seed_everything     seeds all random generators from a few integers
 #   Recorded(f, ...)    a function that calls f; on one GPU, it records f as a CUDA graph and replays that
 #   fail(message)       prints one line and exits with code 2
-#   run.load(name=part) lets checkpoints hold the state of a part, and restores it if the run is resumed
+#   run.load(name=part) lets checkpoints hold the state of a part; restores it with --resume and --evaluate
 #   run.open            opens the run folder and the log, and shows the progress bar
 #   run.iteration       counts epochs; the run ends when it reaches the length that run.open was given
 #   run.step            counts the instances trained on
@@ -100,10 +101,11 @@ NUM_HEADS = 8  # H
 make_map = partial(nn.Linear, EMBED_DIM, EMBED_DIM, bias=False)
 MULTISTART_NODES = 5000  # instances with more nodes are scored by the first of DECODINGS alone
 
-# What the encoder gives the decoder. A query is W^Q h_c, a sum of three terms: of the mean of h, of the last
-# node and of the first one. They are computed here for each node once, instead of in each step:
-#     first_queries  [B, N + 1, D]  term of the first node, plus that of the mean
-#     last_queries   [B, N + 1, D]  term of the last node
+# What the encoder gives the decoder. As h_c joins three vectors, the query W^Q h_c is a sum of three terms:
+# of the mean of h, of the last node and of the first node. The encoder computes them once, for each node that
+# may come in that place, and a step only looks up two rows and adds them:
+#     first_queries  [B, N + 1, D]  row i: term of the first node if it is i, plus that of the mean
+#     last_queries   [B, N + 1, D]  row i: term of the last node if it is i
 #     k, v           [B, H, N, d]   of eq. 6
 #     logit_k        [B, N, D]      k of eq. 7, already times W^O / sqrt(D): see AttentionModel.forward
 # Row N of both tables is for empty tours: that of v^f in first_queries, and that of v^l in last_queries
@@ -302,7 +304,8 @@ def rollout(points, encoded, choose, multistart=False):
             start_log_probs = log_probs.squeeze(1)
         if t == 0 and multistart:
             # From now on there are N tours of each instance, and tour j begins at node j. In the TSP, every
-            # node is open then. If your find_open_nodes closes some, their tours begin where `choose` says
+            # node is open then, and `chosen` is not used. If your find_open_nodes closes node j, so that its
+            # log-probability is -inf, tour j begins at a node that `choose` picks
             chosen = choose(log_probs.detach().expand(-1, num_nodes, -1))  # [B, N]
             last = torch.where(start_log_probs > -torch.inf, nodes, chosen)
         else:
@@ -330,8 +333,8 @@ def compute_loss(agent, baseline_policy, baseline, points):
         baseline_lengths = lengths.mean(1, keepdim=True)  # Kwon et al., eq. 3
         advantages = lengths - baseline_lengths
         loss = (log_likelihood * advantages).mean(1)
-        # The first node: as there is a tour from each node j, its expected advantage needs no sampling. It is
-        # the sum over j of p(j) advantages[j], in which only p has a gradient
+        # The choice of the first node: as there is a tour from each node j, the expected advantage over first
+        # nodes is a plain sum, of p(j) advantages[j], and needs no log-likelihood. Only p has a gradient
         loss = loss + (start_log_probs.exp() * advantages).sum(1)
     elif baseline == "rollout":
         # Greedy tours of a policy that `train` keeps in evaluation mode and without gradients
@@ -386,12 +389,16 @@ def is_better(agent, baseline_policy, points, level):
 
 
 def orthogonalize(x):
-    """Approximate U V^T of each matrix U S V^T of a stack x [K, m, n], by five Newton-Schulz steps."""
-    if x.shape[1] > x.shape[2]:
+    """Return about U V^T of each matrix U S V^T of a stack x [K, m, n]: all singular values become about 1.
+
+    So a step of Muon is equally large in all directions. Five Newton-Schulz steps do it without an SVD.
+    """
+    if x.shape[1] > x.shape[2]:  # y y^T below is then the smaller of the two products
         return orthogonalize(x.mT).mT
     y = x.bfloat16() if x.is_cuda or CPU_HAS_BFLOAT16 else x  # where bfloat16 is fast
-    # Divided by the root of their sum of squares, singular values are at most 1, and each step moves them
-    # towards 1. The numbers are those of Jordan et al.
+    # Divided by its Frobenius norm, the root of the sum of its squared singular values, a matrix has none
+    # above 1. Each step keeps U and V, and maps a singular value s to 3.4445 s - 4.7750 s^3 + 2.0315 s^5.
+    # After five steps, all but tiny ones are roughly between 0.7 and 1.2 (numbers of Jordan et al.)
     y = nn.functional.normalize(y.flatten(1)).view_as(y)
     for _ in range(5):
         # y becomes 3.4445 y + (-4.7750 G + 2.0315 G G) y, where G = y y^T
@@ -478,7 +485,7 @@ def evaluate(agent, instances, device, decodings=DECODINGS):
     points, references, measure = instances
     agent.eval()
     scores = {}
-    # Parts of bounded memory: multi-start decoding masks N nodes in N tours of each instance
+    # In parts, to save memory: multi-start decoding masks N nodes in N tours of each instance
     parts = points.to(device).split(2**18 // points.shape[1] ** 2 + 1)
     bar = make_bar("instances", total=len(points) * len(decodings), leave=False, delay=2)
     for name in decodings:
@@ -695,7 +702,7 @@ class Progress:
     baseline_updates: int = 0  # times that the policy became that of the rollout baseline
 
 
-class Run(Progress):  # no dataclass itself, so that asdict(run), which `save` writes, has only these fields
+class Run(Progress):  # asdict(run), which `save` writes, has the fields of Progress alone
     """A run: its progress, folder, log, progress bar and checkpoints. Only process 0 writes and evaluates."""
 
     def __init__(self, args, task, checkpoint=None):
@@ -742,8 +749,9 @@ class Run(Progress):  # no dataclass itself, so that asdict(run), which `save` w
     def restore_learning_rates(self):
         """Set the learning rates of all optimizers to those of the checkpoint, in the same tensors.
 
-        Some schedulers of torch change the rate of their optimizer when they are made, which may be after the
-        optimizer was restored. So each call of `load`, such as that for the scheduler, sets all rates again.
+        This matters if you add a scheduler of torch: some of them change the rate of their optimizer when
+        they are made, after it was restored. So each call of `load`, also that for the scheduler, sets all
+        rates again.
         """
         for name, part in (self.parts | self.resume_parts).items():
             if hasattr(part, "param_groups") and name in self.checkpoint:
@@ -831,7 +839,7 @@ class Run(Progress):  # no dataclass itself, so that asdict(run), which `save` w
 
     def save(self, name="checkpoint.pt"):
         """Write all states to a side file and rename it: a kill leaves either the old or the new file."""
-        self.writer.flush()  # a resumed run does not log again what was logged before this checkpoint
+        self.writer.flush()  # first: a resumed run does not repeat what was logged before this checkpoint
         progress = asdict(self)
         for key, x in progress.items():
             if hasattr(x, "item"):  # a number of NumPy or torch, which load_checkpoint would refuse
@@ -855,9 +863,9 @@ class Run(Progress):  # no dataclass itself, so that asdict(run), which `save` w
     def average_statistics(self):
         """Average running statistics, such as those of batch norms, over all processes.
 
-        Networks without a trainable parameter are left out: a copy of the best network may exist in process
-        0 alone, which would then wait for the others. Averaging does not change statistics that are equal in
-        all processes.
+        Networks without a trainable parameter, such as frozen copies, are left out: they do not change in
+        training, and some scripts have them in process 0 alone, which would wait for the others forever.
+        Averaging does not change statistics that are equal in all processes.
         """
         if WORLD_SIZE == 1:
             return
@@ -883,8 +891,8 @@ class Run(Progress):  # no dataclass itself, so that asdict(run), which `save` w
         self.write(scalars | {"charts/cpu_seconds": self.cpu_seconds, "charts/SPS": speed})
         position = self.get_position()
         self.bar.update(position - self.bar.n)
-        # Is this an evaluation point: a tenth of the run or, with --eval-interval, so many iterations, and
-        # the end? An evaluation stays due until it is done, since should_evaluate may put it off
+        # Evaluation points are the tenths of the run or, with --eval-interval, each so many iterations and
+        # the end. There, an evaluation falls due, and stays due until it is done: should_evaluate may wait
         tenths_before = self.tenths
         self.tenths = 10 * position // self.length
         is_point = self.tenths > tenths_before
@@ -925,8 +933,8 @@ class Run(Progress):  # no dataclass itself, so that asdict(run), which `save` w
         if is_first or is_better(score, self.best_score):
             self.best_score = score
             self.save("best.pt")
-        # Save the score in checkpoint.pt too. If that holds a large part, such as a replay, it is saved only
-        # by `log` and at the end of the run: a run that is resumed in between repeats this evaluation
+        # Save the score in checkpoint.pt too. If that holds a large part, such as a replay, this is done only
+        # at the end of the run: one that is resumed before the next save of `log` repeats this evaluation
         if not self.resume_parts or self.tenths == 10:
             self.save()
         self.start_clocks()
@@ -971,8 +979,9 @@ class Recorded:
     CUDA_GRAPHS is False, all calls are ordinary ones.
 
     A recording reads its tensors again in each replay, but freezes numbers of Python. If a setting in `args`
-    changes, the next call records again. Inputs are tensors, or named tuples of tensors, whose shapes stay
-    the same. A replay overwrites the output of the replay before: clone what you keep.
+    changes, the next call records again; if another number does, make a new Recorded. Inputs are tensors, or
+    named tuples of tensors, whose shapes stay the same. A replay overwrites the output of the replay before:
+    clone what you keep.
     """
 
     def __init__(self, function, device, args=None):
@@ -993,8 +1002,8 @@ class Recorded:
             memory = tree_map(torch.clone, inputs)  # where each replay reads its inputs
             self.memory = tree_leaves(memory)
             self.graph = torch.cuda.CUDAGraph()
-            # Recording runs nothing: the replay below does. The stream is that of set_up_device, on which the
-            # first call ran, as the default stream of torch cannot be recorded
+            # Recording computes nothing: the replay below does. It is on the current stream, that of
+            # set_up_device, because torch cannot record the default one. The first call was on it, too
             with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
                 self.output = self.function(*memory)
         for old, new in zip(self.memory, tree_leaves(inputs), strict=True):

@@ -8,6 +8,7 @@ from datetime import date
 from importlib import metadata
 from pathlib import Path
 
+from benchmark.code import LEGEND, is_old
 from benchmark.common import ROOT
 
 
@@ -27,8 +28,9 @@ def describe_machine():
     }
 
 
-def machine_line(machines: list):
-    """Write one sentence for the docs on what was measured where, when and at which commits."""
+def machine_line(rows: list):
+    """Write for the docs what was measured where, when and at which commits, and what the mark † means."""
+    machines = [row["machine"] for row in rows]
     hardware = {
         f"{m['cores']} cores of {m['cpu']}, Python {m['python']}, torch {m['torch']}, "
         f"gymnasium {m['gymnasium']}"
@@ -37,7 +39,8 @@ def machine_line(machines: list):
     commits = {m["commit"] for m in machines}
     dates = [m["date"] for m in machines]
     days = " to ".join(sorted({min(dates), max(dates)}))
-    return f"Measured on {'; '.join(sorted(hardware))}; commit {', '.join(sorted(commits))}; {days}."
+    line = f"Measured on {'; '.join(sorted(hardware))}; commit {', '.join(sorted(commits))}; {days}."
+    return f"{LEGEND}\n\n{line}" if any(map(is_old, rows)) else line
 
 
 def list_processors(rows: list):

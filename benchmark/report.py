@@ -26,6 +26,7 @@ from benchmark import common  # first: it says what to install
 import numpy as np
 
 from benchmark import machines, records
+from benchmark.code import mark
 from benchmark.common import require
 from benchmark.intervals import choose_center, find_interval, find_ratio
 from benchmark.machines import machine_line
@@ -119,7 +120,7 @@ def make_ratio_table(results: dict):
             lacking = peer_cell if ours else our_cell
             effect = lacking["missing"][0]["error"]
         row = [
-            ratio["title"],
+            mark(ratio["title"], our_cell["runs"] + peer_cell["runs"]),
             effect,
             show_center(ours, center),
             show_center(peer, center),
@@ -143,7 +144,7 @@ def make_difference_table(results: dict, metric: str):
         effect = NOT_RUN
         if values and others:
             effect = show_effect(np.mean(values) - np.mean(others), find_interval(values, others), 0)
-        name = f"{our_cell['task']}, {our_cell['setting']}"
+        name = mark(f"{our_cell['task']}, {our_cell['setting']}", our_cell["runs"] + peer_cell["runs"])
         rows.append([name, peer_cell["setting"], effect, f"{len(values)} / {len(others)}"])
     return make_table("task, ours | peer | ours - peer, 95 % interval: | seeds:", rows)
 
@@ -160,9 +161,8 @@ def make_cell_table(cells: list, columns: dict):
         name = f"{cell['task']}, {cell['setting']}"
         if cell["runs"]:
             shown = [find(cell) if callable(find) else show_mean(cell, find) for find in columns.values()]
-            rows.append(
-                [name, *shown, show_center(get_values(cell, "cpu_seconds"), np.median), len(cell["runs"])]
-            )
+            seconds = show_center(get_values(cell, "cpu_seconds"), np.median)
+            rows.append([mark(name, cell["runs"]), *shown, seconds, len(cell["runs"])])
         missing += [f"- {name}, seed {lost['seed']}: {lost['error']}" for lost in cell["missing"]]
     head = " | ".join(["task, setting", *(f"{title}:" for title in columns), "CPU-s:", "seeds:"])
     return "\n".join([make_table(head, rows), "", *missing]).rstrip()
@@ -209,7 +209,7 @@ def describe_machines(cells):
     runs = [run | {"task": cell["task"]} for cell in cells for run in cell["runs"]]
     if not runs:
         return ""
-    text = machine_line([run["machine"] for run in runs])
+    text = machine_line(runs)
     peers = {run["commit"] for run in runs} - {run["machine"]["commit"] for run in runs}
     if not peers:
         return text

@@ -33,6 +33,7 @@ from benchmark import common  # first: it says what to install
 # isort: split
 from tyro.conf import Positional
 
+from benchmark.code import hash_scripts
 from benchmark.common import ResultsError, require
 from benchmark.machines import describe_machine
 from benchmark.peers import environment
@@ -76,7 +77,7 @@ def run_cell(cell: Cell, folder: Path, python: str, gpus: str = ""):
         path = folder / f"try_{1 + len([*folder.glob('try_*')])}"
         path.mkdir(parents=True)
         # With the commit of the script that starts now
-        process = {"machine": describe_machine()}
+        process = {"machine": describe_machine(), "code": hash_scripts(cell.find_files())}
         process |= execute(make_command(cell, python, path), cell, path / "log.txt", gpus)
         if cell.score_best and process["exit_code"] == 0:
             process["best"] = score_best(cell, path, python, gpus)

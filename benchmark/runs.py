@@ -100,6 +100,7 @@ def read_run(path: Path, cell: Cell, process: dict):
         "wall_seconds": last.wall_time - start,
         "cpu_seconds": process["cpu_seconds"],
         "machine": process["machine"],
+        "code": process.get("code", {}),  # of our scripts, by path: see code.py
         # Peers log their version
         "commit": read_text(path, "program") or process["machine"]["commit"],
         "steps_per_second": last.step / max(find_seconds(last), 1e-9),

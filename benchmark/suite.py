@@ -56,12 +56,16 @@ class Cell:
         """Hash the command and the files it uses, as they are now: a result counts while they stay the
         same."""
         digest = hashlib.sha256(self.command.encode())
+        for path in self.find_files():
+            digest.update(f"\n{path}\n".encode() + (common.ROOT / path).read_bytes())
+        return digest.hexdigest()[:12]
+
+    def find_files(self):
+        """List the files of this repository that the command uses."""
         words = shlex.split(self.command)
         modules = [get_path(word.split(":")[0]) for word in words]  # after -m and --env-id
         packages = f"benchmark/peers/requirements-{self.environment}.txt"
-        for path in find_used_files([*words, *modules, packages, "benchmark/peers/clock.py"]):
-            digest.update(f"\n{path}\n".encode() + (common.ROOT / path).read_bytes())
-        return digest.hexdigest()[:12]
+        return find_used_files([*words, *modules, packages, "benchmark/peers/clock.py"])
 
 
 @dataclass(frozen=True)

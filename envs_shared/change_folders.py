@@ -235,7 +235,10 @@ def write_predictions(args, predict, threshold, device, say=print):
     if counts.any():  # there are labels
         for name, value in change_pairs.compute_scores(counts).items():
             say(f"{name}: {value:.5g}")
-    say(f"{output}: maps of {len(pairs)} pairs; PNG files keep no georeference")
+    say(
+        f"{output}: maps of {len(pairs)} pairs; pixels of probability {threshold:.3g} or more are in the mask"
+    )
+    say("PNG files keep no georeference")
 
 
 # ---- Folders ----

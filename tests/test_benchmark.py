@@ -10,7 +10,8 @@ from helpers import ROOT, SCRIPTS
 from results import NAME, SPEEDS, STEPS, make_cell, make_results, make_solved, write_suite
 from scipy import stats
 
-from benchmark import common, compare, pictures, records, report
+from benchmark import common, compare, machines, pictures, records, report
+from benchmark.code import LEGEND, hash_code, hash_file
 from benchmark.common import ResultsError
 from benchmark.intervals import choose_center, find_interval, find_p_worse, find_ratio
 from benchmark.runs import NOT_RUN, find_threshold
@@ -39,6 +40,48 @@ def test_every_file_of_results_is_shown():
     names = {path.stem for path in common.RESULTS.glob("*.json")}
     assert published.keys() <= names <= published.keys() | STUDIES
     assert not any('-dirty"' in path.read_text() for path in common.RESULTS.glob("*.json"))
+
+
+def test_rows_of_earlier_code_are_marked(monkeypatch):
+    """Comments, docstrings and blank lines are no code; the place of a statement is."""
+    code = 'def f(x):\n    for _ in range(3):\n        x += 1\n    return "# %s" % x\n'
+    same = '"""Of a file."""\n# a\ndef f(x):  # b\n    """Of a\n    function."""\n\n    for _ in range(3):\n'
+    same += '        x += 1\n    return "# %s" % x\n'
+    moved = code.replace("        x", "    x").replace("range(3):", "range(3): pass")
+    assert hash_code(same) == hash_code(code) != hash_code(moved)
+    assert hash_code(code.replace("# %s", "#")) != hash_code(code)
+
+    machine = {
+        "cpu": "c",
+        "cores": 2,
+        "python": "3",
+        "torch": "2",
+        "gymnasium": "1",
+        "commit": "a",
+        "date": "d",
+    }
+    old, new, peer = make_cell([1.0]), make_cell([1.0], "ppo/T/new"), make_cell([1.0], "sb3_ppo/T/s")
+    for cell, found in (
+        (old, {"algos/ppo.py": "0"}),
+        (new, {"algos/ppo.py": hash_file("algos/ppo.py")}),
+        (peer, {}),
+    ):
+        cell["runs"][0] |= {"code": found, "cpu_seconds": 1.0, "machine": machine, "commit": "a"}
+    for cells, is_marked in (([old, new, peer], True), ([new, peer], False)):
+        table = report.make_cell_table(cells, {"x": "headline"})
+        names = [line.split(" | ")[0] for line in table.splitlines()[2:]]
+        assert [name.endswith(" †") for name in names] == [cell is old for cell in cells]
+        assert report.describe_machines(cells).startswith(LEGEND) == is_marked
+    monkeypatch.setattr(machines, "list_processors", lambda runs: "c")
+    results = make_results(old, new, peer)
+    results["ratios"] = [
+        {"title": "t", "quantity": "headline", "ours": f"ppo/{name}", "peer": "sb3_ppo/T/s"}
+        for name in (NAME.partition("/")[2], "T/new")
+    ]
+    lines = report.make_ratio_table(results).splitlines()[2:]
+    assert [line.split(" | ")[0] for line in lines] == ["| t †", "| t"]
+    lines = report.make_difference_table(results, "headline").splitlines()[2:]
+    assert ["†" in line for line in lines] == [True, False]
 
 
 # ---- Statistics --------------------------------------------------------------------------------------------

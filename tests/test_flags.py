@@ -107,6 +107,7 @@ FLAGS = {
     | change_weights("--val-share 0.4", given="--data-dir whole --val-share 0.2")
     | {
         "look_above": ("said", "--look-above 0", "--evaluate made/best.pt --look-above 1"),
+        "threshold": ("said", "--threshold 0", "--evaluate made/best.pt"),
         "predict": ("files", "--predict pictures/test/A pictures/test/B", "--evaluate made/best.pt"),
         "output": (
             "files",

@@ -22,6 +22,7 @@ from torch.distributed.run import get_args_parser
 
 from benchmark import common, records, report, run, runs
 from benchmark import suite as suites
+from benchmark.code import hash_file
 from benchmark.common import ResultsError
 from benchmark.machines import describe_machine
 from benchmark.runs import Outcome
@@ -158,6 +159,7 @@ def test_a_run_is_read_from_its_events(run_python):
     assert found["steps_to_threshold"] == 1500 and found["seconds_to_threshold"] == pytest.approx(30)
     assert found["final_return"] == pytest.approx(4755)  # of the steps 45,100 to 50,000
     assert found["cpu_seconds"] == process["cpu_seconds"] and found["machine"] == describe_machine()
+    assert found["code"] == {"algos/ppo.py": hash_file("algos/ppo.py")}
     steps = [step for step, _, _ in found["curve"]]  # thinned, but for the last point
     assert 30 <= len(steps) <= runs.NUM_POINTS and set(np.diff(steps)) == {900}
     assert found["curve"][-1] == [50_000, 1000.0, 5000.0]

@@ -346,7 +346,7 @@ def test_a_useless_mask_and_few_val_pairs_are_told(monkeypatch, capsys, is_usele
     if is_useless:
         first, second = lines
         assert first == "The mask of best.pt is no better than calling every pixel changed. Do not use it"
-        assert second == "With 9 val pairs, the choice of best.pt and its threshold are a guess"
+        assert second == "With 9 val pairs, the choice of best.pt and all thresholds are a guess"
     else:
         assert not lines
 
@@ -362,7 +362,7 @@ def test_rules_are_tuned_on_val_and_scored_on_test(monkeypatch, capsys):
     last = copy.deepcopy(agent)
     last.heads[-1].bias.data[0] = 100.0
     monkeypatch.setattr(cd, "load_checkpoint", lambda path: {"agent": agent.state_dict(), "path": path})
-    on_val, found, chosen, evaluate = [], [], {}, cd.evaluate
+    on_val, found, evaluate = [], [], cd.evaluate
 
     def record(network, args, pairs, threshold, rule):
         scores = evaluate(network, args, pairs, threshold, rule)
@@ -372,14 +372,13 @@ def test_rules_are_tuned_on_val_and_scored_on_test(monkeypatch, capsys):
         else:
             best, best_rule = max(on_val, key=lambda x: x[0]["eval/f1_less_price"])
             assert best_rule is rule and threshold == best["eval/threshold"]
-            chosen["threshold"] = threshold  # at last, that of the rule "threshold"
             found.append(scores)
             on_val.clear()
         return scores
 
     monkeypatch.setattr(cd, "evaluate", record)
     winner = cd.compare_rules(last, args, val, test, "best.pt")
-    names = ["last policy", "best.pt", "everywhere", "nowhere", "threshold", "all changed"]
+    names = ["last policy", "best.pt", "everywhere", "nowhere", "look above", "all changed"]
     share = change_pairs.compute_share(test).item()
     assert share < 0.3
     found.append({"eval/f1": 2 * share / (1 + share), "eval/looks": 0.0})  # all pixels are called changed
@@ -389,9 +388,9 @@ def test_rules_are_tuned_on_val_and_scored_on_test(monkeypatch, capsys):
     for line, name, scores, x in zip(lines, names, found, earned, strict=False):
         numbers = f"F1 {scores['eval/f1']:.3f} on test at {scores['eval/looks']:.2f} looks a patch"
         assert line.split(": ")[0].strip() == name and f"{numbers}, less their price {x:.3f}" in line
-    level = float(re.search(r" threshold: .*\(--look-above (\S+)\)", "\n".join(lines))[1])
-    by_level = evaluate(agent, args, test, chosen["threshold"], partial(cd.look_above, level))
-    assert by_level == found[4] and "--look-above" not in lines[0]
+    level, threshold = re.search(r"\(--look-above (\S+) --threshold (\S+)\)", lines[4]).groups()
+    by_flags = evaluate(agent, args, test, float(threshold), partial(cd.look_above, float(level)))
+    assert by_flags == found[4] and "--look-above" not in lines[0]
     assert found[0] == found[2]
     assert 2 == found[2]["eval/looks"] > found[1]["eval/looks"] > found[3]["eval/looks"] == 0
 

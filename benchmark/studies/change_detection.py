@@ -49,10 +49,12 @@ from torch import nn
 
 from algos import ppo_change_detection as cd
 from benchmark import common, machines, markdown, records
+from benchmark.code import mark
 from benchmark.studies import helpers
 from envs_shared import change_pairs
 
 PAGE = "ppo_change_detection"
+SCRIPTS = ("algos/ppo_change_detection.py",)
 SEEDS = range(27021, 27041)
 CHECKPOINT = common.BENCHMARK / "checkpoints" / "haze.pt"  # of haze, for pictures
 SHARE = 0.1  # of changed pixels in haze: a price in reward is 2 x SHARE x --cost
@@ -289,7 +291,7 @@ def measure(studies: list[str], seeds: list[int], more: str, parts: list[str]) -
                 row = measure_control(row, more)
             else:
                 continue
-            helpers.save_rows("change_detection", [row], keys)
+            helpers.save_rows("change_detection", [row], keys, SCRIPTS)
             print(row, flush=True)
 
 
@@ -444,7 +446,8 @@ def make_tables(results: dict) -> str:
             found, seeds = judge(rows), ", ".join(str(row["seed"]) for row in rows)
             price = f"`--cost {cost / (2 * SHARE):.4g}` (eq. 1 subtracts {cost})"
             processors = machines.list_processors(rows)
-            parts.append(f"**{study}**, {price}, mean of {len(rows)} seeds ({seeds}); on {processors}")
+            name = f"**{study}**, {price}, mean of {len(rows)} seeds ({seeds}); on {processors}"
+            parts.append(mark(name, rows))
             parts += [make_earnings(rows), "At equal looks:", make_table(rows)]
             parts.append(
                 f"At most {MARGIN} below the oracle on the same network: best.pt on {found['best']} of"
@@ -466,6 +469,7 @@ def make_price_table(results: dict | None) -> str:
             line += [f"{get_mean(found, 'ppo_f1'):.3f}", f"{get_mean(found, 'ppo_looks'):.2f}"]
             for method in ("ppo", "nowhere", "threshold_own", "all_own"):
                 line.append(f"{statistics.mean(get_value(row, method, 'net') for row in found):.3f}")
+        line[0] = mark(line[0], found)
         lines.append([*line, len(found)] if found else [*line, *[""] * 6, "not run yet"])
     head = (
         "`--cost` | price: | lead by calculation: | F1 of PPO: | looks: | F1 less price of PPO: | nowhere: | "
@@ -579,7 +583,7 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
     page, summary, rows = "Not run yet.", "not run yet", get_studies(results).get("haze")
     if results:
         tables = make_tables({"rows": [row for row in results["rows"] if row["study"] != "five prices"]})
-        page = f"{tables}\n\n{machines.machine_line([row['machine'] for row in results['rows']])}"
+        page = f"{tables}\n\n{machines.machine_line(results['rows'])}"
     if rows:
         looks = f"{get_mean(rows, 'ppo_looks'):.2f} of {get_mean(rows, 'everywhere_looks'):.0f}"
         summary = f"F1 {get_mean(rows, 'ppo_f1'):.2f} with {looks} looks per patch, and"

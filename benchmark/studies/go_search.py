@@ -23,6 +23,7 @@ import torch
 
 from algos import alphazero_go as az
 from benchmark import common, machines, markdown, runs
+from benchmark.code import mark
 from benchmark.peers import environment
 from benchmark.peers.go_engine import load_network, play_random_moves, set_up_torch
 from benchmark.peers.our_go_search import evaluate_nothing, measure_search
@@ -161,10 +162,10 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
         measured = [row for row in rows if row["what"] == what]
         values = {row["column"]: markdown.show(row["value"]) for row in measured}
         processors = machines.list_processors(measured)
-        lines.append([what, *(values.get(column, "") for column in columns), processors])
+        lines.append([mark(what, measured), *(values.get(column, "") for column in columns), processors])
     head = f"simulations per second (rules: moves) | {': | '.join(columns)}: | processor"
     table = markdown.make_table(head, lines)
-    machine = machines.machine_line([row["machine"] for row in rows])
+    machine = machines.machine_line(rows)
     return {("alphazero_go", "go_search"): f"\n{table}\n\n{machine}\n"}
 
 
@@ -190,4 +191,4 @@ if __name__ == "__main__":
         rows = [] if args.cuda else measure_rollouts(args.repeats, 256)
         if not args.rollouts:
             rows = [*measure(args.repeats, args.cuda), *rows]
-    helpers.save_rows("go_search", rows, ("what", "column"))
+    helpers.save_rows("go_search", rows, ("what", "column"), ("algos/alphazero_go.py",))

@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 from benchmark import common, machines, records, runs
+from benchmark.code import hash_scripts
 
 # Called once, since written results make the tree dirty, though later rows come from the same commit
 describe_machine_once = functools.cache(machines.describe_machine)
@@ -25,14 +26,16 @@ def run_command(folder: str | Path, *command) -> Path:
     return path
 
 
-def save_rows(name: str, new: list[dict], keys: tuple[str, ...]) -> None:
-    """Add rows to benchmark/results/`name`.json, each with its machine, in place of those with the same
-    `keys`."""
+def save_rows(name: str, new: list[dict], keys: tuple[str, ...], scripts: tuple[str, ...]) -> None:
+    """Add rows to benchmark/results/`name`.json, in place of those with the same `keys`.
+
+    Each gets its machine, and the code of `scripts`, such as algos/ppo.py, with which it was measured.
+    """
     rows = {
         tuple(row[key] for key in keys): row for row in (records.load_results(name) or {"rows": []})["rows"]
     }
     for row in new:
         key = tuple(row[name] for name in keys)
         rows.pop(key, None)  # a new row comes last
-        rows[key] = row | {"machine": describe_machine_once()}
+        rows[key] = row | {"machine": describe_machine_once(), "code": hash_scripts(scripts)}
     records.save_results(common.RESULTS / f"{name}.json", {"rows": [*rows.values()]})

@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 
 from benchmark import common, machines, markdown, runs
+from benchmark.code import mark
 from benchmark.studies import helpers
 
 PREVIOUS = "r2d2_lstm --env-id popgym:popgym-RepeatPreviousEasy-v0 --learn-length 16"
@@ -142,16 +143,18 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
         shown = [row.get("error") or markdown.show(row.get("sps", math.nan)) for row in (gpu, cpu)]
         has_both = "sps" in gpu and "sps" in cpu
         ratio = markdown.show(gpu["sps"] / cpu["sps"]) if has_both else "-"
-        speeds.append([name, *shown, ratio, gpu.get("gpu", "-")])
+        speeds.append([mark(name, [gpu, cpu]), *shown, ratio, gpu.get("gpu", "-")])
         if "moves" in gpu:
             parts = gpu["moves"], gpu["collect_seconds"], gpu["train_seconds"]
-            splits.append([name, *map(markdown.show, parts), gpu["gpu"]])
+            splits.append([mark(name, [gpu]), *map(markdown.show, parts), gpu["gpu"]])
     for name, _ in LEARNING:
         row = rows.get(("learning on the GPU", name), missing)
         last = row.get("last", {})
         found = [f"{SCORES[tag]} {markdown.show(last[tag])}" for tag in SCORES if tag in last]
         score = row.get("error") or ", ".join(found)
-        scores.append([name, score, markdown.show(row.get("seconds", math.nan)), row.get("gpu", "-")])
+        scores.append(
+            [mark(name, [row]), score, markdown.show(row.get("seconds", math.nan)), row.get("gpu", "-")]
+        )
     head = "training steps a second, one run each | one GPU: | one CPU core: | ratio: | GPU"
     text = markdown.make_table(head, speeds) + "\n\n"
     if splits:
@@ -160,7 +163,7 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
         text += markdown.make_table(head, splits) + "\n\n"
     head = "whole run on the GPU, one seed each | at its end | seconds: | GPU"
     text += markdown.make_table(head, scores) + "\n\n"
-    line = machines.machine_line([row["machine"] for row in results["rows"]])
+    line = machines.machine_line(results["rows"])
     gpus = "; ".join(sorted({row["gpu"] for row in results["rows"]}))
     text += line.replace("; commit", f"; {gpus}; commit")
     return {("results", "on_gpu"): f"\n{text}\n"}
@@ -188,7 +191,8 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{kind}, {name}: {row.get('error') or round(row['sps'], 1)}", flush=True)
         row |= {"kind": kind, "name": name, "command": " ".join(command.split()), "gpu": gpu}
         with lock:
-            helpers.save_rows("on_gpu", [row], ("kind", "name"))
+            script = f"algos/{row['command'].split()[0]}.py"
+            helpers.save_rows("on_gpu", [row], ("kind", "name"), (script,))
 
     def measure_speed(device: str) -> None:
         for name, command, kind in SPEED:

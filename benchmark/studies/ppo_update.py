@@ -22,6 +22,7 @@ import torch
 
 from algos import ppo
 from benchmark import common, machines, markdown, runs
+from benchmark.code import mark
 from benchmark.studies import helpers
 
 # Two forms each, as form and rows: minibatches of CleanRL's settings and of our defaults, and a large one
@@ -92,7 +93,7 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
         if form != "eager":
             eager, compiled = found[case]["cpu_us"]
             shown = map(markdown.show, (eager, compiled, eager / compiled, found[case]["first_seconds"]))
-            lines.append([f"{TITLES[form]}, {num_rows} rows", *shown])
+            lines.append([mark(f"{TITLES[form]}, {num_rows} rows", results["rows"]), *shown])
     head = "a gradient step | CPU-µs as it is: | compiled: | ratio: | CPU-seconds to compile:"
     (_, few), (_, many) = CASES["rows"]
     time_few, time_many = found["rows"]["cpu_us"]
@@ -102,7 +103,7 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
         f"{markdown.show(time_many)}. So about {markdown.show(arithmetic)} of the {markdown.show(time_few)} "
         "grow with the rows, which is the arithmetic; the rest is the cost of calls."
     )
-    line = machines.machine_line([row["machine"] for row in results["rows"]])
+    line = machines.machine_line(results["rows"])
     return {("ppo", "ppo_update"): f"\n{markdown.make_table(head, lines)}\n\n{text}\n\n{line}\n"}
 
 
@@ -131,7 +132,7 @@ def main(argv: list[str] | None = None) -> None:
             )
         row = json.loads(done.stdout.splitlines()[-1])
         print(row, flush=True)
-        helpers.save_rows("ppo_update", [row], ("case",))
+        helpers.save_rows("ppo_update", [row], ("case",), ("algos/ppo.py",))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import torch
 
 from algos import reinforce_tsp_attention as am
 from benchmark import common, machines, markdown, runs
+from benchmark.code import mark
 from benchmark.peers import environment
 from benchmark.studies import helpers
 
@@ -101,7 +102,8 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
     for way in (*OURS, *LKH_RUNS):
         cells = [find_cell(results, way, size) for size in DATA]
         if way in OURS:
-            network, what = ("ours", OURS[way], TRAINED_ON), f"ours, {OURS[way]}"
+            name = mark("ours", [cell for cell in cells if cell])
+            network, what = (name, OURS[way], TRAINED_ON), f"{name}, {OURS[way]}"
         else:
             what = "LKH, one run" if LKH_RUNS[way] == 1 else f"LKH, the best of {LKH_RUNS[way]} runs"
             network = (what, "one", "-")
@@ -111,7 +113,7 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
     text = markdown.make_table(head, gaps) + "\n\n"
     text += markdown.make_table("CPU-milliseconds an instance | TSP20: | TSP50: | TSP100:", times)
     if results:
-        text += "\n\n" + machines.machine_line([row["machine"] for row in results["rows"]])
+        text += "\n\n" + machines.machine_line(results["rows"])
     return {(PAGE, "tsp_networks"): f"\n{text}\n"}
 
 
@@ -157,4 +159,4 @@ def make_parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     make_parser().parse_args()
-    helpers.save_rows("tsp_networks", measure(), ("size", "way"))
+    helpers.save_rows("tsp_networks", measure(), ("size", "way"), ("algos/reinforce_tsp_attention.py",))
