@@ -28,8 +28,9 @@ def describe_machine():
     }
 
 
-def machine_line(rows: list):
-    """Write for the docs what was measured where, when and at which commits, and what the mark † means."""
+def machine_line(rows: list, more: str = ""):
+    """Write for the docs what the mark † means and, folded, what was measured where, when and at which
+    commits."""
     machines = [row["machine"] for row in rows]
     hardware = {
         f"{m['cores']} cores of {m['cpu']}, Python {m['python']}, torch {m['torch']}, "
@@ -39,8 +40,9 @@ def machine_line(rows: list):
     commits = {m["commit"] for m in machines}
     dates = [m["date"] for m in machines]
     days = " to ".join(sorted({min(dates), max(dates)}))
-    line = f"Measured on {'; '.join(sorted(hardware))}; commit {', '.join(sorted(commits))}; {days}."
-    return f"{LEGEND}\n\n{line}" if any(map(is_old, rows)) else line
+    line = f"{'; '.join(sorted(hardware))}; commit {', '.join(sorted(commits))}; {days}.{more}"
+    folded = f"<details><summary>Measured on</summary>{line}</details>"
+    return f"{LEGEND}\n\n{folded}" if any(map(is_old, rows)) else folded
 
 
 def list_processors(rows: list):

@@ -24,6 +24,7 @@ from benchmark import common  # first: it says what to install
 
 # isort: split
 import numpy as np
+from scipy import stats
 
 from benchmark import machines, records
 from benchmark.code import mark
@@ -209,36 +210,29 @@ def describe_machines(cells):
     runs = [run | {"task": cell["task"]} for cell in cells for run in cell["runs"]]
     if not runs:
         return ""
-    text = machine_line(runs)
     peers = {run["commit"] for run in runs} - {run["machine"]["commit"] for run in runs}
-    if not peers:
-        return text
-    text += f" Others: {', '.join(sorted(peers))}."
-    if not any(map(records.is_ours, cells)):  # matches, where one process holds both sides
-        return text
-    sides = {(run["task"], run["seed"], run["machine"]["commit"]) for run in runs}
-    pairs = Counter((task, seed) for task, seed, _ in sides)
-    if apart := {task for (task, _), number in pairs.items() if number > 1}:
-        text += f" Not interleaved, as the sides ran at different commits: {', '.join(sorted(apart))}."
-    return text
+    more = f" Others: {', '.join(sorted(peers))}." if peers else ""
+    if peers and any(map(records.is_ours, cells)):  # not of matches, where one process holds both sides
+        sides = {(run["task"], run["seed"], run["machine"]["commit"]) for run in runs}
+        pairs = Counter((task, seed) for task, seed, _ in sides)
+        if apart := {task for (task, _), number in pairs.items() if number > 1}:
+            more += f" Not interleaved, as the sides ran at different commits: {', '.join(sorted(apart))}."
+    return machine_line(runs, more)
 
 
 def fill_summary(results: dict):
-    """Fill the numbers into a suite's summary, and name the processors at its end.
+    """Fill the numbers into a suite's summary.
 
-    As in the tables of cells, they are means over the seeds, and of the seconds of whole runs medians.
+    They are means over the seeds as in the tables: geometric ones of speeds, of whole seconds medians.
     """
-    cells = {}
+    averages = {"cpu_seconds": np.median, "steps_per_second": stats.gmean}
 
     def fill(match):
         name, quantity, form = match.groups()
-        cells[name] = results["cells"][name]
-        average = np.median if quantity == "cpu_seconds" else np.mean
-        return format(average(get_values(cells[name], quantity)), form).replace("%", " %")
+        average = averages.get(quantity, np.mean)
+        return format(average(get_values(results["cells"][name], quantity)), form).replace("%", " %")
 
-    text = SUMMARY_NUMBER.sub(fill, results["summary"])
-    processors = list_processors(*cells.values())
-    return f"{text[:-1]}; {processors})" if text.endswith(")") else f"{text} ({processors})"
+    return SUMMARY_NUMBER.sub(fill, results["summary"])
 
 
 # ---- Pages -------------------------------------------------------------------------------------------------
@@ -270,17 +264,24 @@ def make_sections(published: dict):
                 ]
             sections[table["page"], table["section"]] = "\n" + join(*parts, describe_machines(cells))
         if results["summary"]:
-            sections["README", f"{name}_cell"] = fill_summary(results)
+            for page in ("README", "index", "results"):
+                if f"<!-- {name}_cell -->" in get_path(page).read_text():
+                    sections[page, f"{name}_cell"] = fill_summary(results)
     for name, study in STUDIES.items():
         sections |= study.make_sections(records.load_results(name))
     return sections
+
+
+def get_path(page: str):
+    """Return the path of a page: the README, or one of docs/."""
+    return common.ROOT / ("README.md" if page == "README" else f"docs/{page}.md")
 
 
 def make_pages(published: dict):
     """Return the text of every page that has such sections, by its path."""
     pages = {}
     for (page, section), text in make_sections(published).items():
-        path = common.ROOT / ("README.md" if page == "README" else f"docs/{page}.md")
+        path = get_path(page)
         before = pages.get(path) or path.read_text()
         pages[path] = replace_section(before, section, text)
     return pages

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def read_recipes(script: str) -> dict[str, tuple[str, str]]:
     """Title and text of each recipe for a script, by its anchor on the page docs/recipes_<script>.md."""
     page = ROOT / "docs" / f"recipes_{script}.md"
-    text = page.read_text() if page.exists() else ""
+    text = page.read_text("utf-8") if page.exists() else ""
     parts = [part.partition("\n") for part in re.split(r"^## ", text, flags=re.M)[1:]]
     return {
         re.sub(r"[^\w -]", "", title).replace(" ", "-").lower(): (title, body) for title, _, body in parts
@@ -59,7 +59,7 @@ def apply_diff(text: str, diff: str) -> str:
 
 def read_script(script: str, copy: Path | None = None) -> str:
     """The text of the script, or of a copy of it."""
-    return (copy or ROOT / "algos" / f"{script}.py").read_text()
+    return (copy or ROOT / "algos" / f"{script}.py").read_text("utf-8")
 
 
 def make_patch(script: str, diff: str, copy: Path | None = None) -> str:
@@ -101,7 +101,7 @@ def main(argv=None):
     else:
         text = make_patch(args.script, diff, args.copy)
     if args.output:
-        args.output.write_text(text)
+        args.output.write_text(text, "utf-8", newline="\n")  # lines end as git expects, on Windows too
     else:
         print(text, end="")
 

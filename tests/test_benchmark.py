@@ -26,7 +26,14 @@ def test_the_pages_follow_from_the_committed_results():
     written = report.make_pages(published)
     for path, text in written.items():
         assert path.read_text() == text, path.name
-    assert {path.stem for path in written} == {*SCRIPTS, "README", "scaling", "results", "stacked_frames"}
+    assert {path.stem for path in written} == {
+        *SCRIPTS,
+        "README",
+        "index",
+        "scaling",
+        "results",
+        "stacked_frames",
+    }
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     shown = {name for page in pages for name in re.findall(r"figures/(\w+)\.png", page.read_text())}
     assert len(shown) >= 8

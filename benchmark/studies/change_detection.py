@@ -581,18 +581,17 @@ def draw_task(path: Path, num_pairs: int = 2) -> None:
 def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
     """Make what the pages show of the results, by page and section; what was not measured yet says so."""
     page, summary, rows = "Not run yet.", "not run yet", get_studies(results).get("haze")
+    if rows:
+        looks = get_mean(rows, "ppo_looks") / get_mean(rows, "everywhere_looks")
+        summary = f"F1 {get_mean(rows, 'ppo_f1'):.2f} with {looks:.0%} of the looks".replace("%", " %")
+        summary += f", and {get_mean(rows, 'everywhere_f1'):.2f} with all ({len(rows)} runs)"
     if results:
         tables = make_tables({"rows": [row for row in results["rows"] if row["study"] != "five prices"]})
         page = f"{tables}\n\n{machines.machine_line(results['rows'])}"
-    if rows:
-        looks = f"{get_mean(rows, 'ppo_looks'):.2f} of {get_mean(rows, 'everywhere_looks'):.0f}"
-        summary = f"F1 {get_mean(rows, 'ppo_f1'):.2f} with {looks} looks per patch, and"
-        summary += f" {get_mean(rows, 'everywhere_f1'):.2f} with all looks"
-        summary += f" ({len(rows)} runs; {machines.list_processors(rows)})"
     return {
         (PAGE, "change_detection"): f"\n{page}\n",
         (PAGE, "change_prices"): f"\n{make_price_table(results)}\n",
-        ("README", "change_detection_cell"): summary,
+        ("results", "change_detection_cell"): summary,
     }
 
 
