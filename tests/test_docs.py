@@ -123,7 +123,7 @@ def test_a_column_of_the_readme_is_of_one_script():
     """Its page, its picture, which leads there, one sentence, and the script."""
     lines = (ROOT / "README.md").read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("| [PPO]"))
-    rows = [line.strip("| ").split(" | ") for line in lines[start : start + 5]]
+    rows = [re.split(r" ?\| ?", line.strip("| ")) for line in lines[start : start + 5]]
     columns = {re.search(r"\(algos/(\w+)\.py\)", cells[-1])[1]: cells for cells in zip(*rows, strict=True)}
     assert {*columns} == {*SCRIPTS}
     for script, (page, _, picture, sentence, _) in columns.items():
