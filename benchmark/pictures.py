@@ -18,27 +18,7 @@ METRICS = {  # in words
     "eval/greedy_gap": "gap of greedy tours, %",
     "eval/win_rate": "games won against plain MCTS",
 }
-LABELS = {  # of cells in legends; others are SCRIPT, SETTING, and those without a label are left out
-    "ppo/ours": "ours",
-    "ppo/default": "ours",
-    "ppo/ours-vector-form": "",
-    "cleanrl_ppo/cleanrl": "CleanRL",
-    "sb3_ppo/sb3": "SB3",
-    "sb3_ppo/zoo": "Stable-Baselines3",
-    "r2d2_lstm/lstm": "R2D2",
-    "r2d2_lstm/no-memory": "R2D2 without memory",
-    "r2d2_lstm/last-action": "last action, no LSTM",
-    "r2d2_transformer/R2D2-transformer": "R2D2 with a transformer",
-    "r2d2_transformer/transformer": "R2D2 with a transformer",
-    "our_recipe/PPO-LSTM": "our PPO with an LSTM",
-    "sb3_recurrent_ppo/ours": "RecurrentPPO",
-    "sb3_recurrent_ppo/zoo": "RecurrentPPO, as in RL Zoo",
-    "reinforce_tsp_attention/default": "default run",
-    "reinforce_tsp_attention/short": "short run",
-}
-# One panel a task: by steps (0) or seconds (1)
-ROWS = {"ppo_equal": [1], "popgym": [0], "r2d2_memory": [0], "tsp_gaps": [1]}
-LOGARITHMIC = ("ppo_tasks", "r2d2_peers")  # seconds of programs that differ by factors of 10 to 100
+COLUMNS = {"steps": [0], "seconds": [1], "both": [0, 1]}  # of a curve, by a suite's picture.by
 # Line and marker tell curves apart without colours. The colours are those of Okabe and Ito, which differ for
 # the colour-blind too; the ninth curve has the colour and the line of the first one, and another marker
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#999999")
@@ -53,9 +33,9 @@ LEVELS = ({"color": "0.75", "lw": 6}, {"color": "0", "lw": 1.5, "ls": (0, (3, 2)
 
 
 def find_label(cell: dict):
-    """Return the label of a cell in legends."""
-    name = f"{cell['script']}/{cell['setting']}"
-    return LABELS.get(name, name.replace("/", ", "))
+    """Return the label of a cell in legends; an empty one leaves the cell out."""
+    label = cell.get("label")  # runs of earlier versions have no such key
+    return f"{cell['script']}, {cell['setting']}" if label is None else label
 
 
 def find_band(curves, reach, column):
@@ -111,13 +91,14 @@ def draw_task(axes, cells, column, styles, levels, is_logarithmic):
 
 
 def draw(results, path):
-    """Draw the learning curves of each task by steps and by seconds, or as ROWS says; returns whether there
-    are any."""
+    """Draw the learning curves of each task by steps and by seconds, or as the suite's `picture` says;
+    returns whether there are any."""
     tasks = defaultdict(list)
     for cell in results["cells"].values():
         if any(run["curve"] for run in cell["runs"]) and find_label(cell):
             tasks[cell["task"], cell["curve"]].append(cell)
-    columns = ROWS.get(results["suite"], [0, 1])
+    picture = results.get("picture", {"by": "both", "logarithmic": False})
+    columns = COLUMNS[picture["by"]]
     panels = [(cells, column) for cells in tasks.values() for column in columns]
     # Panels side by side: two if there are two a task, or if three would leave places empty
     width = 2 if len(columns) == 2 or (len(panels) % 3 and len(panels) % 2 == 0) else 3
@@ -128,7 +109,7 @@ def draw(results, path):
         figure.get_layout_engine().set(h_pad=0.12)  # inches: a title is nearer to its own panel
         for i, (cells, column) in enumerate(panels):
             axes = figure.add_subplot(height, width, i + 1)
-            is_logarithmic = column == 1 and results["suite"] in LOGARITHMIC
+            is_logarithmic = column == 1 and picture["logarithmic"]
             draw_task(axes, cells, column, styles, results.get("levels", {}), is_logarithmic)
             if i >= len(panels) - width:
                 axes.set_xlabel("steps" if column == 0 else "seconds" if cells[0]["gpus"] else "CPU-seconds")

@@ -12,7 +12,17 @@ from pathlib import Path
 from benchmark import common
 from benchmark.common import ResultsError, require
 
-DEFAULTS = {"headline": {}, "seeds": [], "cells": [], "ratios": [], "tables": [], "summary": "", "levels": {}}
+DEFAULTS = {  # of the keys of a file
+    "defaults": {},
+    "settings": {},
+    "cells": [],
+    "ratios": [],
+    "tables": [],
+    "summary": "",
+    "levels": {},
+    "picture": {},
+}
+FLAGS = " {flags}"  # its place in a command; without one, flags are put at the end
 NAME = re.compile(r"\w+(/[A-Za-z0-9][A-Za-z0-9._+=-]{0,79}){2}")  # SCRIPT/TASK/SETTING
 COMMAND = re.compile(
     r"(?:(?:python|torchrun --standalone.*) (algos/\w+\.py)|python -m (benchmark\.peers\.\w+))(?: .*)?"
@@ -44,6 +54,7 @@ class Cell:
     hours: int | float = 24
     environment: str | None = None
     score_best: bool = False
+    label: str | None = None  # in legends, else SCRIPT, SETTING; an empty one leaves the cell out
 
     @property
     def program(self):
@@ -68,6 +79,9 @@ class Cell:
         return find_used_files([*words, *modules, packages, "benchmark/peers/clock.py"])
 
 
+CELL_KEYS = Cell.__annotations__.keys() - {"name", "script", "path", "seed"} | {"seeds", "flags"}  # in TOML
+
+
 @dataclass(frozen=True)
 class Ratio:
     """A line of a table: a quantity of our cell divided by that of a peer's."""
@@ -90,6 +104,14 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Picture:
+    """How the learning curves of a suite are drawn."""
+
+    by: str = "both"  # "steps" or "seconds": one panel a task; "both": a panel for each
+    logarithmic: bool = False  # seconds of programs that differ by factors of 10 to 100
+
+
+@dataclass(frozen=True)
 class Suite:
     """What a TOML file says. Cells are listed seed by seed, so that runs that are compared follow one
     another."""
@@ -99,6 +121,7 @@ class Suite:
     tables: list[Table]
     summary: str  # for the README
     levels: dict[str, dict]  # known values of others by task and name, which the picture shows
+    picture: Picture
 
 
 def find_used_files(names: list):
@@ -164,9 +187,44 @@ def make(kind, table: dict, where: str):
     return made
 
 
-def make_cell(table: dict, headlines: dict, where: str):
-    """Make a cell from a TOML table; ResultsError for what the harness cannot run or judge."""
+def expand(table: dict, where: str):
+    """List the tables that a TOML table with lists stands for; ResultsError for lists of unequal lengths.
+
+    The first one has the first value of each list, and so on. All have the values that are not in a list, and
+    the whole list of seeds.
+    """
+    lists = {key: value for key, value in table.items() if isinstance(value, list) and key != "seeds"}
+    if not lists:
+        return [table]
+    lengths = ", ".join(f"{key} has {len(value)}" for key, value in lists.items())
+    num_values = {len(value) for value in lists.values()}
+    is_right = len(num_values) == 1 and num_values != {0}
+    require(is_right, f"{where}: lists need equally many values, at least one ({lengths})")
+    return [table | dict(zip(lists, values)) for values in zip(*lists.values())]
+
+
+def make_all(kind, tables: list, where: str):
+    """Make all the dataclasses that TOML tables with lists stand for."""
+    made = []
+    for table in tables:
+        check_keys(table, kind.__annotations__, where)
+        made += [make(kind, one, where) for one in expand(table, where)]
+    return made
+
+
+def make_command(table: dict, where: str):
+    """Return the command of a cell with its flags."""
     command = str(table.get("command"))
+    flags = table.get("flags", "")
+    require(isinstance(flags, str), f"{where}: flags = {flags!r} has to be a str")
+    if FLAGS not in command:
+        command += FLAGS
+    return command.replace(FLAGS, f" {flags}" if flags else "")
+
+
+def make_cell(table: dict, where: str):
+    """Make a cell from a TOML table; ResultsError for what the harness cannot run or judge."""
+    command = make_command(table, where)
     match = COMMAND.fullmatch(command)
     path = match and (match[1] or get_path(match[2]))
     require(
@@ -175,10 +233,9 @@ def make_cell(table: dict, headlines: dict, where: str):
         "or python -m and a module of benchmark.peers",
     )
     script = Path(path).stem
-    check_keys(table, Cell.__annotations__.keys() - {"name", "script", "path", "seed"} | {"seeds"}, where)
     name = f"{script}/{table.get('task')}/{table.get('setting')}"
-    made = {"headline": headlines.get(script), "path": path, "script": script, "name": name}
-    cell = make(Cell, made | table, where)
+    fields = {key: value for key, value in table.items() if key not in ("seeds", "flags")}
+    cell = make(Cell, fields | {"command": command, "path": path, "script": script, "name": name}, where)
     require(
         NAME.fullmatch(name), f"{where}: task and setting of {name!r} are not of letters, digits and ._+=-"
     )
@@ -186,6 +243,44 @@ def make_cell(table: dict, headlines: dict, where: str):
     has_curve = cell.curve or cell.threshold is None
     require(has_curve, f"{where}: a threshold needs the tag of its curve, curve = ...")
     return cell
+
+
+def expand_cell(table: dict, where: str):
+    """List the tables of the cells that a TOML table of [[cells]] stands for."""
+    check_keys(table, CELL_KEYS, where)
+    flags = table.get("flags")
+    if isinstance(flags, dict):  # by setting
+        require("setting" not in table, f"{where}: [cells.flags] names the settings: leave out setting = ...")
+        misplaced = ", ".join(sorted(CELL_KEYS & flags.keys()))
+        require(not misplaced, f"{where}: {misplaced} has to be above [cells.flags]")
+        table = table | {"setting": [*flags], "flags": [*flags.values()]}
+    return expand(table, where)
+
+
+def make_cells(content: dict, path: Path):
+    """Make the cells of a suite: a list for each, which has one for each seed."""
+    defaults, settings = content["defaults"], content["settings"]
+    shared = CELL_KEYS - {"task", "setting", "flags"}
+    check_keys(defaults, shared, f"{path}, defaults")
+    for setting, table in settings.items():
+        require(isinstance(table, dict), f"{path}: settings.{setting} = {table!r} has to be a dict")
+        check_keys(table, shared, f"{path}, settings.{setting}")
+    rows = []
+    used = set()
+    for number, entry in enumerate(content["cells"], 1):
+        where = f"{path}, cell {number}"
+        for own in expand_cell(entry, where):
+            setting = str(own.get("setting"))
+            used.add(setting)
+            table = defaults | settings.get(setting, {}) | own
+            cell = make_cell(table, where)
+            seeds = table.get("seeds")
+            has_seeds = isinstance(seeds, list) and seeds
+            require(has_seeds, f"{where}: seeds = {seeds!r}: write seeds = [1, 2, 3] in it, or in [defaults]")
+            rows.append([replace(cell, seed=seed) for seed in seeds])
+    unused = ", ".join(sorted(settings.keys() - used))
+    require(not unused, f"{path}, settings: no cell has the setting {unused}")
+    return rows
 
 
 def read_suite(path: Path):
@@ -198,22 +293,17 @@ def read_suite(path: Path):
     for key, value in content.items():
         kind = type(DEFAULTS[key])
         require(type(value) is kind, f"{path}: {key} = {value!r} has to be a {kind.__name__}")
-    for key, kind in (("ratios", Ratio), ("tables", Table)):
-        for table in content[key]:
-            check_keys(table, kind.__annotations__, f"{path}, {key}")
-        content[key] = [make(kind, table, f"{path}, {key}") for table in content[key]]
-    rows = []
-    for number, table in enumerate(content["cells"], 1):
-        where = f"{path}, cell {number}"
-        seeds = table.pop("seeds", content["seeds"])
-        has_seeds = isinstance(seeds, list) and seeds
-        require(has_seeds, f"{where}: seeds = {seeds!r}: write seeds = [1, 2, 3] in it, or above all cells")
-        cell = make_cell(table, content["headline"], where)
-        rows.append([replace(cell, seed=seed) for seed in seeds])
+    ratios = make_all(Ratio, content["ratios"], f"{path}, ratios")
+    tables = make_all(Table, content["tables"], f"{path}, tables")
+    check_keys(content["picture"], Picture.__annotations__, f"{path}, picture")
+    picture = make(Picture, content["picture"], f"{path}, picture")
+    is_known = picture.by in ("steps", "seconds", "both")
+    require(is_known, f"{path}, picture: by = {picture.by!r} has to be steps, seconds or both")
+    rows = make_cells(content, path)
     cells = [cell for turn in zip_longest(*rows) for cell in turn if cell]
     names = {(cell.name, cell.seed) for cell in cells}
     require(len(names) == len(cells), f"{path}: two cells have the same script, task, setting and seed")
-    for ratio in content["ratios"]:
+    for ratio in ratios:
         are_known = {ratio.ours, ratio.peer} <= {name for name, _ in names}
         require(are_known, f"{path}, ratios: ours and peer have to name cells, not as in {ratio}")
-    return Suite(cells, **{key: content[key] for key in ("ratios", "tables", "summary", "levels")})
+    return Suite(cells, ratios, tables, content["summary"], content["levels"], picture)

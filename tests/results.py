@@ -16,12 +16,12 @@ def define_cell(command="python algos/ppo.py", **keys):
     """Make a cell as a suite does."""
     table = {"task": "T", "setting": "s", "headline": "eval/x", "command": command}
     seed = keys.pop("seed", 0)
-    return replace(suites.make_cell(table | keys, {}, "here"), seed=seed)
+    return replace(suites.make_cell(table | keys, "here"), seed=seed)
 
 
 def write_suite(path: Path, seeds=(1,), **commands):
     """Write a suite on CartPole-v1 with a cell for each setting=command."""
-    text = f'seeds = {list(seeds)}\nheadline = {{ ppo = "eval/episodic_return" }}\n'
+    text = f'[defaults]\nseeds = {list(seeds)}\nheadline = "eval/episodic_return"\n'
     for setting, command in commands.items():
         text += f'[[cells]]\ntask = "CartPole-v1"\nsetting = "{setting}"\ncommand = "{command}"\n'
     path.write_text(text)

@@ -199,6 +199,39 @@ def test_bands_of_pictures_are_intervals_of_the_mean():
     assert half == pytest.approx(4.3027 * np.std([1, 2, 6], ddof=1) / 3**0.5, rel=1e-4)
 
 
+def test_a_picture_is_drawn_as_its_suite_says_now(suites, monkeypatch):
+    """Labels and panels are those of the TOML file, whatever the stored results had. A cell with an empty
+    label is left out."""
+    commands = {name: f"python algos/ppo.py --gamma 0.{name}" for name in "789"}
+    write_suite(suites / "a.toml", **commands)
+    keys = {"curve": "c", "threshold": None}
+    old = [make_cell([1.0], f"ppo/CartPole-v1/{x}", command=commands[x], **keys) for x in "789"]
+    for cell in old:
+        cell["runs"][0]["curve"] = [[0, 0, 0], [10, 1, 2]]
+    records.save_results(suites / "a.json", make_results(*old))
+    drawn = []
+
+    def note(axes, cells, column, styles, levels, is_logarithmic):
+        drawn.append(([pictures.find_label(cell) for cell in cells], column, is_logarithmic))
+
+    monkeypatch.setattr(pictures, "draw_task", note)
+    text = (suites / "a.toml").read_text().replace("[defaults]", '[defaults]\ncurve = "c"')
+    settings = '[settings]\n7 = { label = "seven" }\n8 = { label = "" }\n'
+    for more, expected in (
+        ("", [(["ppo, 7", "ppo, 8", "ppo, 9"], 0, False), (["ppo, 7", "ppo, 8", "ppo, 9"], 1, False)]),
+        (settings, [(["seven", "ppo, 9"], 0, False), (["seven", "ppo, 9"], 1, False)]),
+        (f'{settings}[picture]\nby = "steps"\n', [(["seven", "ppo, 9"], 0, False)]),
+        (
+            f"{settings}[picture]\nlogarithmic = true\n",
+            [(["seven", "ppo, 9"], 0, False), (["seven", "ppo, 9"], 1, True)],
+        ),
+    ):
+        (suites / "a.toml").write_text(more + text)
+        drawn.clear()
+        assert pictures.draw(records.load_published()["a"], suites / "a.png")
+        assert drawn == expected
+
+
 # ---- Comparison --------------------------------------------------------------------------------------------
 
 

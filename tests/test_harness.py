@@ -84,9 +84,9 @@ CELL = '[[cells]]\ntask = "T"\nsetting = "s"\ncommand = "python algos/ppo.py"\n'
 
 
 def test_a_suite_lists_its_cells_seed_by_seed(tmp_path):
-    """Compared runs follow one another. A cell's own headline precedes that of its script."""
+    """Compared runs follow one another. A cell's own headline precedes that of the file."""
     two = CELL.replace('"s"', '"t"').replace("python", "torchrun --standalone --nproc-per-node 2")
-    start = "seeds = [1, 7]\nheadline = { ppo = 'eval/y' }\n"
+    start = "[defaults]\nseeds = [1, 7]\nheadline = 'eval/y'\n"
     path = tmp_path / "a.toml"
     path.write_text(f"{start}{CELL}headline = 'eval/x'\n{two}")
     cells = read_suite(path).cells
@@ -98,6 +98,124 @@ def test_a_suite_lists_its_cells_seed_by_seed(tmp_path):
     assert one == ["/its/python", *rest] and two == ["/its/python", *launcher, *rest]
     path.write_text(f"{start}{CELL}treshold = 475\n")
     with pytest.raises(ResultsError, match="cell 1: unknown key treshold; there are better, command,"):
+        read_suite(path)
+
+
+SHARED = """
+[defaults]
+seeds = [1]
+command = "python algos/ppo.py {flags} --eval-episodes 0"
+headline = "eval/x"
+curve = "c"
+threshold = 5
+[settings.peer]
+command = "python -m benchmark.peers.sb3_ppo"
+environment = "sb3"
+threshold = 6
+[[cells]]
+task = "A"
+setting = ["ours", "peer"]
+flags = "--gamma 0"
+[[cells]]
+task = ["B", "C"]
+setting = "peer"
+seeds = [3]
+threshold = [7, 8]
+[[cells]]
+task = "D"
+[cells.flags]
+plain = ""
+two-flags = "--clip-vloss --no-anneal-lr"
+[[ratios]]
+title = ["speed", "steps"]
+quantity = ["steps_per_second", "env_steps"]
+ours = "ppo/A/ours"
+peer = "sb3_ppo/A/peer"
+[[tables]]
+page = ["p", "q"]
+section = "s"
+"""
+
+
+def test_an_entry_of_a_suite_takes_defaults_and_stands_for_several_cells(tmp_path):
+    """A cell's own keys precede those of its setting, which precede the defaults. Flags are put at their
+    place in the command, or at its end."""
+    path = tmp_path / "a.toml"
+    path.write_text(SHARED)
+    suite = read_suite(path)
+    peer = "python -m benchmark.peers.sb3_ppo"
+    found = [
+        (cell.name, cell.seed, cell.command, cell.threshold, cell.environment, cell.headline, cell.curve)
+        for cell in suite.cells
+    ]
+    assert found == [
+        ("ppo/A/ours", 1, "python algos/ppo.py --gamma 0 --eval-episodes 0", 5, None, "eval/x", "c"),
+        ("sb3_ppo/A/peer", 1, f"{peer} --gamma 0", 6, "sb3", "eval/x", "c"),
+        ("sb3_ppo/B/peer", 3, peer, 7, "sb3", "eval/x", "c"),
+        ("sb3_ppo/C/peer", 3, peer, 8, "sb3", "eval/x", "c"),
+        ("ppo/D/plain", 1, "python algos/ppo.py --eval-episodes 0", 5, None, "eval/x", "c"),
+        (
+            "ppo/D/two-flags",
+            1,
+            "python algos/ppo.py --clip-vloss --no-anneal-lr --eval-episodes 0",
+            5,
+            None,
+            "eval/x",
+            "c",
+        ),
+    ]
+    assert suite.ratios == [
+        suites.Ratio("speed", "steps_per_second", "ppo/A/ours", "sb3_ppo/A/peer"),
+        suites.Ratio("steps", "env_steps", "ppo/A/ours", "sb3_ppo/A/peer"),
+    ]
+    assert suite.tables == [suites.Table("p", "s"), suites.Table("q", "s")]
+    assert suite.picture == suites.Picture("both", False)
+
+
+def test_the_suite_in_the_readme_is_one(tmp_path):
+    """It has the cells that its comments promise."""
+    text = (ROOT / "benchmark" / "README.md").read_text()
+    path = tmp_path / "a.toml"
+    path.write_text(re.search(r"```toml\n(.*?)```", text, re.S)[1])
+    suite = read_suite(path)
+    assert [(cell.name, cell.command) for cell in suite.cells if cell.seed == 3] == [
+        ("sb3_ppo/CartPole-v1/tuned", "python -m benchmark.peers.sb3_ppo"),
+        ("ppo/CartPole-v1/default", "python algos/ppo.py"),
+        ("ppo/CartPole-v1/no-anneal", "python algos/ppo.py --no-anneal-lr"),
+        ("ppo/CartPole-v1/long", "python algos/ppo.py --total-timesteps 200000"),
+        ("ppo/Acrobot-v1/default", "python algos/ppo.py --env-id Acrobot-v1 --norm-obs"),
+        ("sb3_ppo/Acrobot-v1/tuned", "python -m benchmark.peers.sb3_ppo --env-id Acrobot-v1"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('curve = "c"', 'curv = "c"', "defaults: unknown key curv; there are better, command, cpus,"),
+        ('curve = "c"', 'task = "c"', "defaults: unknown key task;"),
+        ("environment", "enviroment", "settings.peer: unknown key enviroment;"),
+        ("[settings.peer]", "[settings.pear]", "settings: no cell has the setting pear"),
+        (SHARED, 'settings.peer = "sb3"', "settings.peer = 'sb3' has to be a dict"),
+        ("[7, 8]", "[7]", r"cell 2: lists need .* at least one \(task has 2, threshold has 1\)"),
+        ("[7, 8]", "[]", r"cell 2: lists need .* \(task has 2, threshold has 0\)"),
+        ('["ours", "peer"]', "[]", r"cell 1: lists need .* \(setting has 0\)"),
+        ('["speed", "steps"]', '["speed"]', r"ratios: lists need .* \(title has 1, quantity has 2\)"),
+        ('task = "D"', 'task = "D"\nsetting = "s"', r"cell 3: \[cells.flags\] names the settings"),
+        ("two-flags", "curve", r"cell 3: curve has to be above \[cells.flags\]"),
+        ('"--gamma 0"', "0", "cell 1: flags = 0 has to be a str"),
+        ("seeds = [1]", "", "cell 1: seeds = None: write seeds"),
+        ("seeds = [3]", "seeds = []", r"cell 2: seeds = \[\]: write seeds"),
+        ("[defaults]", "[picture]\nx = 1\n[defaults]", "picture: unknown key x; there are by, logarithmic"),
+        ("[defaults]", 'picture.by = "step"\n[defaults]', "picture: by = 'step' has to be steps, seconds or"),
+        ("[defaults]", "[headline]\nppo = 'x'\n[defaults]", "unknown key headline; there are cells, def"),
+    ],
+)
+def test_a_suite_that_is_not_understood_is_refused(tmp_path, old, new, message):
+    """The line names the file, the entry and the key."""
+    path = tmp_path / "a.toml"
+    assert SHARED.count(old) == 1
+    path.write_text(SHARED.replace(old, new))
+    with pytest.raises(ResultsError, match=rf"^{path}[:,] {message}"):
         read_suite(path)
 
 
