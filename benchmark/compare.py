@@ -3,8 +3,9 @@
     python -m benchmark.compare benchmark/results/cpu.json runs/benchmark/cpu
 
 BASE and NEW are each the folder of a suite's runs (RUNS/SUITE) or a JSON file of benchmark/results.
-benchmark/README.md says what is compared, by which test, and how often a change is found. Exit code: 0 when
-nothing is worse, 1 when something is worse or has failed in NEW, 2 when there is nothing to compare.
+benchmark/README.md says what is compared, by which test, and how often a change is found. One seed on each
+side cannot tell: such cells are shown, but not tested. Exit code: 0 when nothing is worse, 1 when something
+is worse or has failed in NEW, 2 when there is nothing to compare or to test.
 """
 
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from benchmark.runs import NOT_RUN
 
 LEVEL = 0.05  # false alarms of a whole comparison, at most
 NEVER = 2.0  # a run that never gets to the threshold counts as this many times its steps
+WORSE = "**worse**"
 SLOWER = 1.25  # CPU-seconds per step may grow by this factor, as the machine alone may cause it
 
 
@@ -48,8 +50,10 @@ def find_losses(cell):
 
 
 def compare_cells(cell: dict, other: dict):
-    """Return [quantity, its median in BASE and in NEW, p value of being no worse] of a cell that both
-    have."""
+    """Return [quantity, its median in BASE and in NEW, p value of being no worse] of a cell that both have.
+
+    The p value is nan if no test is possible: with one seed on each side.
+    """
     rows = []
     losses = find_losses(other)
     seeds, others = ({run["seed"] for run in side["runs"]} for side in (cell, other))
@@ -61,7 +65,8 @@ def compare_cells(cell: dict, other: dict):
             old = old + np.log(SLOWER)
         p = 0.0
         if np.isfinite(now).all():
-            p = float(find_p_worse(old, now, seeds == others))
+            is_possible = len(old) + len(now) > 2
+            p = float(find_p_worse(old, now, seeds == others)) if is_possible else np.nan
         medians = [show(np.median(get_values(side, quantity))) for side in (cell, other)]
         rows.append([quantity, *medians, p])
     return rows
@@ -71,7 +76,7 @@ def compare(base, new):
     """Return a row for each quantity of each cell of ours that both have, and notes on what failed or is not
     compared.
 
-    A row has name, quantity, its median in BASE and in NEW, and whether it is worse.
+    A row has name, quantity, its median in BASE and in NEW, and whether it is worse or not tested.
     """
     rows, notes = [], []
     for name, cell in base["cells"].items():
@@ -81,13 +86,19 @@ def compare(base, new):
         if not records.is_ours(cell) or not cell["runs"]:
             continue
         if other["runs"] and records.get_criterion(cell) == records.get_criterion(other):
-            rows += [[name, *row] for row in compare_cells(cell, other)]
+            found = compare_cells(cell, other)
+            rows += [[name, *row] for row in found]
+            if any(np.isnan(row[-1]) for row in found):
+                notes.append(f"not tested: {name}: one seed on each side cannot tell")
         else:
             notes.append(f"not compared: {name}: NEW has no runs by this criterion")
     # By the method of Benjamini and Hochberg
-    adjusted = stats.false_discovery_control([row[-1] for row in rows])
-    for row, p in zip(rows, adjusted, strict=True):
-        row[-1] = "**worse**" if p <= LEVEL else ""
+    tested = [row for row in rows if not np.isnan(row[-1])]
+    adjusted = stats.false_discovery_control([row[-1] for row in tested])
+    for row in rows:
+        row[-1] = "not tested"
+    for row, p in zip(tested, adjusted, strict=True):
+        row[-1] = WORSE if p <= LEVEL else ""
     return rows, notes
 
 
@@ -97,9 +108,10 @@ def main(args: Args):
     num_failed = sum(note.startswith("failed") for note in notes)
     common.require(rows or num_failed, f"{args.base} and {args.new} have no results of the same cell")
     print(make_table("cell | quantity | BASE: | NEW: | ", rows), *notes, sep="\n")
-    num_worse = len({name for name, *_, verdict in rows if verdict})
-    num_cells = len({name for name, *_ in rows})
+    num_worse = len({name for name, *_, verdict in rows if verdict == WORSE})
+    num_cells = len({name for name, *_, verdict in rows if verdict != "not tested"})
     print(f"{num_cells} cells compared: {num_worse} worse beyond noise, {num_failed} failed")
+    common.require(num_cells or num_failed, "no cell could be tested: run more seeds")
     return 1 if num_worse or num_failed else 0
 
 

@@ -1,13 +1,13 @@
 """Run one command and make sure that nothing of it keeps running; benchmark/run.py starts a guard for each
 cell.
 
-    python guard.py SECONDS COMMAND...      # prints {"exit_code": ..., "cpu_seconds": ...}
+    python guard.py SECONDS REPORT COMMAND...   # REPORT: {"exit_code": ..., "cpu_seconds": ...}
 
 The command ends when its time is up, and when the guard's stdin closes: the harness holds the other end, so
-that this happens however the harness dies. On Linux, processes whose parent has ended become children of the
-guard (prctl calls it a child subreaper), whatever session they are in. The guard kills and reaps its children
-until it has none. Elsewhere it kills the process group of the command, which misses processes that have left
-the group.
+that this happens however the harness dies. Then too, the guard writes REPORT. On Linux, processes whose
+parent has ended become children of the guard (prctl calls it a child subreaper), whatever session they are
+in. The guard kills and reaps its children until it has none. Elsewhere it kills the process group of the
+command, which misses processes that have left the group.
 """
 
 import contextlib
@@ -41,21 +41,22 @@ def end_all(leader: int):
 
 
 def main():
-    """Run the command, and print how it ended."""
+    """Run the command, and write how it ended."""
     if os.fork():
         os._exit(0)  # the guard is nobody's child: Ray kills the children of a worker that has died
     if IS_LINUX:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     deadline = time.monotonic() + float(sys.argv[1])
     process = subprocess.Popen(
-        sys.argv[2:], stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True
+        sys.argv[3:], stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True
     )
     while process.poll() is None and time.monotonic() < deadline and not select.select([0], [], [], 0.1)[0]:
         pass
     exit_code = process.poll()  # None if its time was up
     end_all(process.pid)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    print(json.dumps({"cpu_seconds": used.ru_utime + used.ru_stime, "exit_code": exit_code}))
+    report = {"cpu_seconds": used.ru_utime + used.ru_stime, "exit_code": exit_code}
+    Path(sys.argv[2]).write_text(json.dumps(report))
 
 
 if __name__ == "__main__":

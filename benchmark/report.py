@@ -3,6 +3,7 @@
     python -m benchmark.report --out report   # the suites in RUNS: report/results.md and report/figures
     python -m benchmark.report                # docs/results.md, the tables and pictures of all pages
     python -m benchmark.report --check        # whether the published figures follow from the runs in RUNS
+    python -m benchmark.report --csv FILE     # the points of all learning curves as one long table
 
 With --out, the page shows the suites that have run in RUNS. Without it, new runs of suites that are in
 benchmark/suites are added to benchmark/results, and all results there go into the pages, between <!-- NAME
@@ -12,8 +13,12 @@ with uncommitted changes are refused.
 With --check, nothing is written. All that is published of a run, its thinned curve too, is computed again
 from the events in RUNS and compared with benchmark/results, and the pages with what those results make of
 them. What differs is named, and the exit code is then 1.
+
+With --csv, only FILE is written: a row for each point of a curve, from benchmark/results or, if RUNS is
+given, from the runs in RUNS.
 """
 
+import csv
 import json
 import re
 from collections import Counter
@@ -53,9 +58,10 @@ LEGEND = (
 class Args:
     """Command line."""
 
-    runs: Path = Path("runs/benchmark")  # folder of runs
+    runs: Path | None = None  # folder of runs, in place of runs/benchmark
     out: Path | None = None  # folder for a page and its figures, instead of docs/
     check: bool = False  # compare RUNS with what is published, and write nothing
+    csv: Path | None = None  # file for the points of all learning curves, and write nothing else
 
 
 # ---- Tables ------------------------------------------------------------------------------------------------
@@ -117,6 +123,8 @@ def make_ratio_table(results: dict):
         center = choose_center(ours, peer)
         if ours and peer:
             effect = show_effect(*find_ratio(ours, peer), 1)
+            if any(value <= 0 for value in ours + peer):
+                effect = "- (values are not all positive)"
         else:
             lacking = peer_cell if ours else our_cell
             effect = lacking["missing"][0]["error"]
@@ -324,6 +332,21 @@ def write_own(suites: list, out: Path):
     return path
 
 
+def write_csv(suites: list, path: Path):
+    """Write the curve points of all runs; returns their number."""
+    rows = []
+    for suite in suites:
+        for cell in suite["cells"].values():
+            for run in cell["runs"]:
+                start = [suite["suite"], cell["script"], cell["task"], cell["setting"], run["seed"]]
+                rows += [[*start, *point] for point in run["curve"]]
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["suite", "script", "task", "setting", "seed", "step", "seconds", "score"])
+        writer.writerows(rows)
+    return len(rows)
+
+
 def merge(old: dict, new: dict):
     """Add to `new` the committed runs that it lacks; returns the number of runs that are new.
 
@@ -392,16 +415,24 @@ def check(suites: list):
 
 def main(args: Args):
     """Write pages, figures and results and say what has changed, or check them; returns the exit code."""
-    suites = [records.collect(path.parent) for path in sorted(args.runs.glob("*/suite.json"))]
-    require(suites or args == Args(), f"--runs {args.runs}: no runs to report")
     require(not (args.check and args.out), "--check writes nothing: leave out --out")
+    is_alone = not (args.check or args.out)
+    require(is_alone or not args.csv, "--csv writes nothing but its file: leave out --check and --out")
+    folder = args.runs or Path("runs/benchmark")
+    suites = [records.collect(path.parent) for path in sorted(folder.glob("*/suite.json"))]
+    if args.csv:
+        shown = suites if args.runs else [*records.load_published().values()]
+        require(shown, f"--runs {folder}: no runs to report")
+        print(f"{args.csv}: {write_csv(shown, args.csv)} points")
+        return 0
+    require(suites or args == Args(), f"--runs {folder}: no runs to report")
     if args.check:
         return check(suites)
     if args.out:
         print(f"{write_own(suites, args.out)}: {', '.join(suite['suite'] for suite in suites)}")
         return 0
     if not suites:
-        print(f"{args.runs}: no runs")
+        print(f"{folder}: no runs")
     for suite in suites:
         add_runs(suite)
     changed = publish(records.load_published())

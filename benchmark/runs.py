@@ -29,6 +29,7 @@ class Outcome:
     run: dict | None = None  # what is kept of the run
     error: str = ""  # one line
     is_final: bool = False  # whether another attempt would end in the same way
+    seconds: float = 0.0  # wall-clock seconds that run.py spent on the cell
 
 
 def find_run_folders(folder: Path):
@@ -85,19 +86,28 @@ def read_run(path: Path, cell: Cell, process: dict):
     steps = [point.step for point in clock]
     seconds = [point.value for point in clock]
     start = events.FirstEventTimestamp()
+    # When a run was resumed, and how long it had stood still: since the last point that it does not repeat
+    pauses = []
+    for resumed in sorted(int(file.name.split(".")[3]) for file in path.glob("events.out.tfevents*"))[1:]:
+        before = [point.wall_time for point in clock if point.wall_time < resumed]
+        pauses.append((resumed, resumed - max(before, default=start)))
+
+    def find_wall_seconds(point):
+        """Return the wall-clock seconds of a run until a point, without those in which it stood still."""
+        return point.wall_time - start - sum(pause for end, pause in pauses if end <= point.wall_time)
 
     def find_seconds(point):
         """Return the seconds of training until a point: of the clock for GPUs, else CPU-seconds without
         evaluations."""
         if cell.gpus:
-            return point.wall_time - start
+            return find_wall_seconds(point)
         return float(np.interp(point.step, steps, seconds))
 
     run = {
         "seed": cell.seed,
         "metrics": metrics | process.get("best", {}),
         "env_steps": last.step,
-        "wall_seconds": last.wall_time - start,
+        "wall_seconds": find_wall_seconds(last),
         "cpu_seconds": process["cpu_seconds"],
         "machine": process["machine"],
         "code": process.get("code", {}),  # of our scripts, by path: see code.py
@@ -105,18 +115,22 @@ def read_run(path: Path, cell: Cell, process: dict):
         "commit": read_text(path, "program") or process["machine"]["commit"],
         "steps_per_second": last.step / max(find_seconds(last), 1e-9),
     }
-    curve = events.Scalars(cell.curve) if cell.curve else []
+    # A resumed run may repeat the evaluation at its first step: the last point of a step counts
+    points = events.Scalars(cell.curve) if cell.curve else []
+    curve = [*{point.step: point for point in points}.values()]
     if late := [point.value for point in curve if point.step > 0.9 * last.step]:
         run["final_return"] = float(np.mean(late))
+    point = None
     if cell.threshold is not None:
         point = find_threshold(curve, cell)
         run["steps_to_threshold"] = point and point.step
         run["seconds_to_threshold"] = point and find_seconds(point)
-    # Every so many points, from the last one backwards
+    # Every so many points, from the last one backwards, and the one that reached the threshold
     stride = math.ceil(len(curve) / NUM_POINTS) or 1
+    kept = [*curve[::-stride], point] if point else curve[::-stride]
     run["curve"] = [
         [point.step, float(f"{find_seconds(point):.5g}"), float(f"{point.value:.5g}")]
-        for point in curve[::-stride][::-1]
+        for point in sorted(set(kept), key=lambda point: point.step)
     ]
     return run
 

@@ -232,13 +232,54 @@ def test_a_picture_is_drawn_as_its_suite_says_now(suites, monkeypatch):
         assert drawn == expected
 
 
+@pytest.mark.parametrize(
+    ("values", "effect"), [([-2.0, 3.0], "- (values are not all positive)"), ([2.0, 8.0], "1.00")]
+)
+def test_a_ratio_says_if_values_are_not_positive(values, effect):
+    """They have no logarithm."""
+    ours, peer = make_cell(values), make_cell([4.0], "sb3_ppo/T/s")
+    for run in ours["runs"] + peer["runs"]:
+        run |= {"commit": "a", "machine": {"cpu": "c", "cores": 2}}
+    results = make_results(ours, peer)
+    results["ratios"] = [{"title": "t", "quantity": "headline", "ours": NAME, "peer": "sb3_ppo/T/s"}]
+    assert report.make_ratio_table(results).splitlines()[2].startswith(f"| t | {effect} |")
+
+
+def test_a_long_table_has_the_points_of_all_curves(suites, monkeypatch, capsys):
+    """Of the committed results, or of the runs in a folder. Nothing else is written."""
+    command = "python algos/ppo.py"
+    write_suite(suites / "a.toml", seeds=(1, 2), default=command)
+    cell = make_cell([1.0, 2.0], command=command, curve=None, threshold=None)
+    for run in cell["runs"]:
+        run["curve"] = [[100, 0.5, 7.0 * run["seed"]], [200, 1.25, 9.0]]
+    records.save_results(suites / "a.json", make_results(cell))
+    before = sorted(suites.iterdir())
+    assert report.main(report.Args(csv=suites / "points.csv")) == 0
+    assert sorted(suites.iterdir()) == sorted([*before, suites / "points.csv"])
+    assert capsys.readouterr().out == f"{suites / 'points.csv'}: 4 points\n"
+    assert (suites / "points.csv").read_text().splitlines() == [
+        "suite,script,task,setting,seed,step,seconds,score",
+        "a,ppo,CartPole-v1,default,1,100,0.5,7.0",
+        "a,ppo,CartPole-v1,default,1,200,1.25,9.0",
+        "a,ppo,CartPole-v1,default,2,100,0.5,14.0",
+        "a,ppo,CartPole-v1,default,2,200,1.25,9.0",
+    ]
+    (suites / "runs" / "s").mkdir(parents=True)
+    (suites / "runs" / "s" / "suite.json").write_text("")
+    monkeypatch.setattr(records, "collect", lambda folder: make_results(cell) | {"suite": folder.name})
+    report.main(report.Args(runs=suites / "runs", csv=suites / "points.csv"))
+    assert (suites / "points.csv").read_text().count("\ns,ppo,CartPole-v1,default,") == 4
+    with pytest.raises(ResultsError, match="--csv writes nothing but its file: leave out --check and --out"):
+        report.main(report.Args(csv=suites / "points.csv", check=True))
+
+
 # ---- Comparison --------------------------------------------------------------------------------------------
 
 
 def compare_cells(base, new):
     """Return what is worse in a comparison of two cells, and what has failed."""
     rows, notes = compare.compare(make_results(base), make_results(new))
-    return [row[1:4] for row in rows if row[-1]], notes
+    return [row[1:4] for row in rows if row[-1] == compare.WORSE], notes
 
 
 BASE, NAN = [480.0, 490.0, 500.0, 470.0, 500.0], [math.nan] * 5
@@ -291,6 +332,37 @@ def test_only_equal_things_of_ours_are_compared():
     assert not compare_cells(make_cell(BASE), make_cell(NAN, headline="x"))[0]
     lost = make_cell(BASE[:4], missing=[{"seed": 5, "error": "exit code 1"}])
     assert compare_cells(make_cell(BASE), lost)[1] == [f"failed: {NAME}: exit code 1"]
+
+
+@pytest.mark.parametrize(("seeds", "worse"), [([1, 2, 3, 4, 5], ["headline"]), ([2, 3, 4, 5, 6], [])])
+def test_the_test_of_pairs_takes_the_runs_of_a_seed_in_any_order(seeds, worse):
+    """Each run is worse by 10 than that of its seed in BASE. Other seeds make no pairs."""
+    base, new = make_cell(BASE), make_cell([x - 10 for x in BASE])
+    for run, seed in zip(new["runs"], seeds, strict=True):
+        run["seed"] = seed
+    for order in ([0, 1, 2, 3, 4], [3, 0, 4, 2, 1]):
+        new["runs"] = [new["runs"][i] for i in order]
+        assert [quantity for quantity, *_ in compare_cells(base, new)[0]] == worse
+
+
+def test_one_seed_on_each_side_is_not_tested(tmp_path, capsys):
+    """A line names the cell, and other cells are tested as if it were not there. One more seed is enough."""
+    bad = [300.0, 310.0, 320.0, 290.0, 305.0]
+    one = make_cell([500.0], "ppo/T/one"), make_cell([1.0], "ppo/T/one")
+    base, new = (make_results(make_cell(x), y) for x, y in zip((BASE, bad), one, strict=True))
+    rows, notes = compare.compare(base, new)
+    assert [(row[0], row[-1]) for row in rows if row[1] == "headline"] == [
+        (NAME, "**worse**"),
+        ("ppo/T/one", "not tested"),
+    ]
+    assert notes == ["not tested: ppo/T/one: one seed on each side cannot tell"]
+    assert not compare_cells(make_cell([500.0, 500.0]), make_cell([499.0]))[1]
+    paths = [tmp_path / "base.json", tmp_path / "new.json"]
+    for path, cell in zip(paths, one, strict=True):
+        records.save_results(path, make_results(cell))
+    with pytest.raises(ResultsError, match=r"^no cell could be tested: run more seeds$"):
+        compare.main(compare.Args(*paths))
+    assert "\n0 cells compared: 0 worse beyond noise, 0 failed\n" in capsys.readouterr().out
 
 
 def test_what_a_comparison_finds_and_how_often_it_cries_wolf():

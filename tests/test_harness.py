@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -17,8 +18,9 @@ import pytest
 import torch
 import tyro
 from helpers import ENVIRONMENT, ROOT
-from results import define_cell, write_run, write_suite
+from results import define_cell, make_cell, make_results, write_run, write_suite
 from torch.distributed.run import get_args_parser
+from torch.utils.tensorboard import SummaryWriter
 
 from benchmark import common, records, report, run, runs
 from benchmark import suite as suites
@@ -278,7 +280,9 @@ def test_a_run_is_read_from_its_events(run_python):
     assert found["final_return"] == pytest.approx(4755)  # of the steps 45,100 to 50,000
     assert found["cpu_seconds"] == process["cpu_seconds"] and found["machine"] == describe_machine()
     assert found["code"] == {"algos/ppo.py": hash_file("algos/ppo.py")}
-    steps = [step for step, _, _ in found["curve"]]  # thinned, but for the last point
+    steps = [step for step, _, _ in found["curve"]]  # thinned, but for the last point and the threshold's
+    assert [1500, 30.0, 150.0] in found["curve"]
+    steps.remove(1500)
     assert 30 <= len(steps) <= runs.NUM_POINTS and set(np.diff(steps)) == {900}
     assert found["curve"][-1] == [50_000, 1000.0, 5000.0]
     on_gpu = runs.find_run(path.parent, define_cell(gpus=1, **keys)).run
@@ -397,6 +401,167 @@ def test_cells_take_the_cores_and_gpus_that_they_ask_for(monkeypatch):
         run.start_here([define_cell(gpus=3)])
 
 
+TRAIN = "python algos/reinforce_tsp_attention.py --env-id tsp5-uniform --num-epochs 10 --steps-per-epoch 12"
+TRAIN += " --batch-size 64 --eval-episodes 20"
+
+
+def test_a_killed_cell_resumes_its_run(tmp_path):
+    """With a script that resumes exactly, the result is that of a run which nobody killed.
+
+    One kill is of the script, the other of the harness, which is then started again. Curve and clock are
+    those of one run, and the CPU-seconds are those of all three attempts.
+    """
+    suite = write_suite(tmp_path / "a.toml", whole=TRAIN, killed=TRAIN)
+    keys = 'headline = "eval/greedy_length"'
+    text = re.sub("^headline.*$", keys, suite.read_text(), flags=re.M)
+    curve = 'curve = "eval/greedy_length"\nbetter = "lower"\nthreshold = 0\n'
+    suite.write_text(text.replace("command", f"{curve}command"))
+    root = tmp_path / "runs"
+    attempt = root / "a" / "reinforce_tsp_attention" / "CartPole-v1" / "killed"  # the task's name alone
+
+    def find_done():
+        for path in attempt.glob("*/try_1/*/checkpoint.pt"):
+            return torch.load(path, weights_only=True)["progress"]["iteration"]
+
+    flags = suite, "--runs", root, "--only", "*/killed"
+    harness = start_harness(*flags)
+    wait_until(lambda: (find_done() or 0) >= 3)
+    (script,) = find_processes(attempt, "guard.py")
+    script.kill()
+    wait_until(lambda: find_done() >= 6)
+    harness.kill()
+    output, _ = harness.communicate(timeout=60)
+    assert output.count(": log: ") == 2 and output.count("try_1/log.txt") == 2
+    wait_until(lambda: not find_processes(attempt))
+    output, _ = start_harness(suite, "--runs", root).communicate(timeout=240)
+    assert "2 of 2 cells done" in output, output
+
+    (path,) = attempt.glob("*/try_1")
+    (whole,) = attempt.parent.glob("whole/*/try_1")
+    assert len([*path.parent.iterdir()]) == 1
+    checkpoints = [torch.load(next(x.glob("*/checkpoint.pt")), weights_only=True) for x in (whole, path)]
+    assert all(torch.equal(*pair) for pair in zip(*(x["agent"].values() for x in checkpoints), strict=True))
+    cells = records.collect(root / "a")["cells"].values()
+    one, other = (cell["runs"][0] for cell in cells)
+    assert one["metrics"] == other["metrics"] and one["env_steps"] == other["env_steps"]
+    assert [(x, score) for x, _, score in one["curve"]] == [(x, score) for x, _, score in other["curve"]]
+    assert len(one["curve"]) == 10
+    seconds = [point.value for point in runs.read_events(next(path.glob("*/"))).Scalars("charts/cpu_seconds")]
+    assert len(seconds) == 10 and seconds == sorted(seconds)
+    reports = [json.loads((path / f"log{x}.json").read_text()) for x in ("_1", "_2", "")]
+    assert [report["exit_code"] for report in reports] == [-9, None, 0]
+    assert other["cpu_seconds"] == pytest.approx(sum(report["cpu_seconds"] for report in reports))
+
+
+def test_time_in_which_a_run_stood_still_is_not_its_own(tmp_path, monkeypatch):
+    """Nor are points that it repeats counted twice: of 6 points, 2 were lost, and one is of a step again."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    for start, steps in ((1000, (100, 200, 300, 400)), (5000, (200, 300, 400))):
+        now[0] = start
+        with SummaryWriter(str(tmp_path / "run"), purge_step=201) as writer:
+            for step in steps:
+                now[0] += 10
+                writer.add_scalar("eval/x", step, step)
+                if (start, step) != (5000, 200):
+                    writer.add_scalar("charts/cpu_seconds", step * 0.02, step)
+    process = {"cpu_seconds": 9.0, "machine": describe_machine()}
+    cell = define_cell(curve="eval/x", threshold=200, in_a_row=2, gpus=1)
+    found = runs.read_run(tmp_path / "run", cell, process)
+    assert found["curve"] == [[100, 10, 100], [200, 30, 200], [300, 40, 300], [400, 50, 400]]
+    assert found["wall_seconds"] == 50 and found["steps_to_threshold"] == 300
+
+
+def test_a_run_is_resumed_only_if_it_was_killed(tmp_path):
+    """Not one that ended, refused its input, has no checkpoint, is of a peer, or still runs."""
+    cell = define_cell()
+    attempt = tmp_path / "try_1"
+    (attempt / "run").mkdir(parents=True)
+    assert run.choose_folder(tmp_path, cell) == tmp_path / "try_2"
+    (attempt / "run" / "checkpoint.pt").touch()
+    (attempt / "log.txt").write_text("ppo.py: error: no\n")
+    assert run.choose_folder(tmp_path, cell) == attempt
+    assert run.choose_folder(tmp_path, define_cell("python -m benchmark.peers.sb3_ppo")).name == "try_2"
+    command = run.make_command(cell, "python", attempt)
+    assert command[-2:] == ["--resume", f"{attempt}/run/checkpoint.pt"]
+    for exit_code, name in ((-9, "try_1"), (1, "try_1"), (2, "try_2"), (None, "try_2"), (0, "try_2")):
+        (attempt / "process.json").write_text(json.dumps({"exit_code": exit_code, "cpu_seconds": 1}))
+        assert run.choose_folder(tmp_path, cell).name == name
+    (attempt / "process.json").unlink()
+    code = "import time; print('up'); time.sleep(5)"
+    sleeping = threading.Thread(
+        target=run.execute, args=([sys.executable, "-uc", code], cell, attempt / "log.txt", "")
+    )
+    sleeping.start()
+    wait_until(lambda: (attempt / "log.txt").read_text() == "up\n")
+    assert run.choose_folder(tmp_path, cell).name == "try_2"
+    sleeping.join()
+    assert run.choose_folder(tmp_path, cell).name == "try_1"
+
+
+def test_expected_times_are_those_of_earlier_runs(tmp_path, monkeypatch, capsys):
+    """Of the committed ones, whose median counts, and then of earlier seeds in this call."""
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    suite = write_suite(tmp_path / "a.toml", (1, 2), known=SHORT, other=f"{SHORT} --gamma 0.9")
+    cells = read_suite(suite).cells
+    cell = make_cell([1.0, 2.0, 3.0], "ppo/CartPole-v1/known", command=SHORT, cpus=2)
+    for made, seconds, cpu_seconds in zip(cell["runs"], (60, 7, 600), (60, 240, 60), strict=True):
+        made |= {"wall_seconds": seconds, "cpu_seconds": cpu_seconds}
+    records.save_results(tmp_path / "a.json", make_results(cell))
+    before = sorted(tmp_path.iterdir())
+    assert run.main(run.Args(suite, tmp_path / "runs", dry_run=True)) == 0
+    assert sorted(tmp_path.iterdir()) == before
+    assert capsys.readouterr().out.splitlines() == [
+        "ppo/CartPole-v1/known, seed 1: about 2 min",
+        "ppo/CartPole-v1/other, seed 1: unknown time",
+        "ppo/CartPole-v1/known, seed 2: about 2 min",
+        "ppo/CartPole-v1/other, seed 2: unknown time",
+        "4 cells, one after another: about 4 min without 2 of unknown time",
+    ]
+    # With --old, seeds of today's code are left out: here 2, as 1 is of earlier code
+    for made, found in zip(cell["runs"], ("0", hash_file("algos/ppo.py")), strict=False):
+        made["code"] = {"algos/ppo.py": found}
+    records.save_results(tmp_path / "a.json", make_results(cell))
+    run.main(run.Args(suite, tmp_path / "runs", "*/known", dry_run=True, old=True))
+    assert [line[:31] for line in capsys.readouterr().out.splitlines()] == [
+        "ppo/CartPole-v1/known, seed 1: ",
+        "1 cells, one after another: abo",
+    ]
+
+    class Future:
+        def __init__(self, cell):
+            metrics = {"metrics": {cell.headline: 7.0}}
+            self.outcome = Outcome(metrics, seconds=7200.0 if cell.setting == "other" else 240.0)
+
+        def exception(self):
+            return None
+
+        def result(self):
+            return self.outcome
+
+    busy = []
+
+    def submit(cell, *_):  # one after another
+        if not busy:
+            busy.append(Future(cell))
+            return busy[0]
+
+    def wait(running, *_):
+        return SimpleNamespace(done=[busy.pop()])
+
+    monkeypatch.setattr(run, "wait", wait)
+    run.run_cells({cell: tmp_path for cell in cells}, submit, run.find_expected("a"))
+    assert [line.partition("7 ")[2] for line in capsys.readouterr().out.splitlines()] == [
+        "after 4 min; 3 left, about 4 min without 2 of unknown time",
+        "after 2.0 h; 2 left, about 2.1 h",
+        "after 4 min; 1 left, about 2.0 h",
+        "after 2.0 h; 0 left",
+    ]
+    one, two, three, _ = cells
+    started = {one: time.monotonic() - 100, two: time.monotonic()}
+    assert run.show_rest([three], started, {SHORT: 300.0, two.command: 100.0}) == "about 5 min"
+
+
 BY_TORCHRUN = """why it ended
 W1128 11:47:47.2 12 torch/distributed/elastic/api.py:900] Sending process 1 closing signal SIGTERM
 E1128 11:47:47.3 12 torch/distributed/elastic/api.py:1002] failed (exitcode: {}) local_rank: 0
@@ -418,7 +583,7 @@ def test_a_cell_that_crashes_starts_over_twice(tmp_path, monkeypatch, exit_code,
 
     def execute(command, cell, path, gpus):
         path.write_text(log)
-        return {"exit_code": exit_code}
+        return {"exit_code": exit_code, "cpu_seconds": 0}
 
     monkeypatch.setattr(run, "execute", execute)
     found = run.run_cell(cell, folder, "python")
@@ -471,6 +636,8 @@ def test_a_harness_that_is_stopped_leaves_nothing_running(tmp_path, number):
     assert ("interrupted: what was finished is kept" in output) == (number != signal.SIGKILL)
     wait_until(lambda: not find_processes(tmp_path / "a" / "ppo"))
     assert "Traceback" not in output and not list(tmp_path.rglob("process.json"))
+    (report,) = tmp_path.rglob("try_1/log.json")  # which counts if the run is resumed
+    assert json.loads(report.read_text())["cpu_seconds"] > 1
 
 
 @pytest.mark.slow
@@ -517,6 +684,7 @@ def test_published_figures_are_made_again_from_raw_data(
     page = tmp_path / "page.md"
     page.write_text("a")
     monkeypatch.setattr(report, "make_pages", lambda published: {page: "b" if is_changed else "a"})
+    capsys.readouterr()
     code = report.main(report.Args(runs=tmp_path / "runs", check=True))
     assert code == is_changed and (tmp_path / "s.json").read_bytes() == before
     lines = capsys.readouterr().out.splitlines()

@@ -59,25 +59,31 @@ SCRIPT = """
 import time
 from torch.utils.tensorboard import SummaryWriter
 RANK, spend = 0, lambda seconds: time.seconds.append(seconds)
-evaluate, main = lambda: spend(100), lambda: (spend(50), train("events"))
-def train(folder):
+evaluate, main = lambda: spend(100), lambda: (spend(50), train("events", run))
+class run:
+    cpu_seconds = {}
+def train(folder, run):
     spend(2)
     writer = SummaryWriter(folder)
     for step in (1, 2):
         spend(5), writer.add_scalar("charts/cpu_seconds", 0.0, step), evaluate(), spend(1)
+        assert run.cpu_seconds == {} + 6 * step + 1
     writer.close()
 """
 
 
-def test_our_scripts_run_by_the_clock_of_the_peers(tmp_path, monkeypatch):
-    """Set-up and checkpoints count; imports, flags and evaluations do not."""
-    (tmp_path / "tiny.py").write_text(SCRIPT)
+@pytest.mark.parametrize("before", [0.0, 30.0])
+def test_our_scripts_run_by_the_clock_of_the_peers(tmp_path, monkeypatch, before):
+    """Set-up and checkpoints count; imports, flags and evaluations do not. Checkpoints hold the seconds, and
+    a resumed run adds to those of its checkpoint."""
+    (tmp_path / "tiny.py").write_text(SCRIPT.replace("{}", f"{before}"))
+    monkeypatch.delitem(sys.modules, "tiny", raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "seconds", [1000.0], raising=False)
     monkeypatch.setattr(time, "process_time", lambda: sum(time.seconds))
     monkeypatch.setattr(sys, "argv", ["clock.py", f"{tmp_path}/tiny.py"])
     clock.main()
-    assert read_scalars(tmp_path / "events")["charts/cpu_seconds"] == [(1, 7.0), (2, 13.0)]
+    assert read_scalars(tmp_path / "events")["charts/cpu_seconds"] == [(1, before + 7), (2, before + 13)]
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 Started by itself, a script logs the CPU-seconds of its loop as `charts/cpu_seconds`. Here they are, as in
 `peer.Run`, all CPU-seconds of the process since its imports and flags, without evaluations: set-up, logging
-and checkpoints count.
+and checkpoints count. Checkpoints hold them too, so that a resumed run continues counting.
 """
 
 import importlib
@@ -21,11 +21,13 @@ def main() -> None:
     script = importlib.import_module(file.removesuffix(".py"))
     train, evaluate = script.train, script.evaluate
     uncounted = 0.0  # CPU-seconds
+    current = None  # the script's Run
 
-    def start_clock(*args):
-        nonlocal uncounted
-        uncounted = time.process_time()
-        return train(*args)
+    def start_clock(args, run):
+        nonlocal uncounted, current
+        current = run
+        uncounted = time.process_time() - run.cpu_seconds  # those of a run that is resumed, else 0
+        return train(args, run)
 
     def stop_clock(*args, **options):
         nonlocal uncounted
@@ -37,7 +39,7 @@ def main() -> None:
     class Writer(script.SummaryWriter):
         def add_scalar(self, tag, value, step):
             if tag == "charts/cpu_seconds":
-                value = time.process_time() - uncounted
+                value = current.cpu_seconds = time.process_time() - uncounted
             super().add_scalar(tag, value, step)
 
     script.train, script.evaluate, script.SummaryWriter = start_clock, stop_clock, Writer
