@@ -4,7 +4,7 @@
     python -m benchmark.run benchmark/suites/cpu.toml                   # an hour, part of docs/results.md
     python -m benchmark.run benchmark/suites/cpu.toml --only 'ppo/*'    # some of the cells
     python -m benchmark.run benchmark/suites/cpu.toml --dry-run         # which cells would run, and how long
-    python -m benchmark.run benchmark/suites/cpu.toml --old             # those of earlier code, marked † on pages
+    python -m benchmark.run benchmark/suites/cpu.toml --old             # the rows that pages mark with †
     python -m benchmark.run benchmark/suites/cpu.toml --address auto    # on the Ray cluster of this machine
 
 Each cell runs in RUNS/SUITE/SCRIPT/TASK/SETTING/seedN-HASH/, with its attempts in try_1, try_2, ..., and is
@@ -251,7 +251,7 @@ def find_expected(name: str):
 
 
 def find_current(name: str):
-    """Return the commands and seeds of the committed runs of a suite that are of today's code, or of peers."""
+    """Return the commands and seeds of the committed runs of a suite that are of today's code or of peers."""
     cells = (records.load_results(name) or {"cells": {}})["cells"].values()
     return {(cell["command"], run["seed"]) for cell in cells for run in cell["runs"] if not is_old(run)}
 
