@@ -131,6 +131,11 @@ def test_a_column_of_the_readme_is_of_one_script():
         assert len(re.split(r"\s|&nbsp;", sentence)) <= 12
 
 
+def test_the_readme_shows_lines_of_ppo():
+    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert textwrap.indent(code, "    ") in (ROOT / "algos" / "ppo.py").read_text()
+
+
 @each_text
 def test_links_lead_somewhere(page):
     links = re.findall(r"\]\(([^)\s]+)\)", CODE.sub("", FENCE.sub("", page.read_text())))
