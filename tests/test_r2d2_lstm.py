@@ -447,7 +447,7 @@ def test_probe_tasks_reach_their_optimum(tmp_path, env_id, num_steps, seed):
 
 @pytest.mark.parametrize(
     ("env_id", "num_steps"),
-    [("Endless", 16_000), slow("EndlessTerminating", 48_000)],
+    [("Endless", 16_000), slow("EndlessTerminating", 80_000)],
 )
 @seeds
 def test_value_of_an_endless_task_with_a_time_limit(tmp_path, env_id, num_steps, seed):
