@@ -20,8 +20,8 @@ def hash_code(text: str):
         if token.type == tokenize.COMMENT:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column]
+    kinds = ast.Module, ast.ClassDef, ast.FunctionDef
     for node in ast.walk(ast.parse(text)):
-        kinds = ast.Module, ast.ClassDef, ast.FunctionDef
         if isinstance(node, kinds) and ast.get_docstring(node, clean=False) is not None:
             first = node.body[0]
             lines[first.lineno - 1 : first.end_lineno] = [""] * (first.end_lineno - first.lineno + 1)

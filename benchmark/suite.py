@@ -119,7 +119,7 @@ class Suite:
     cells: list[Cell]
     ratios: list[Ratio]
     tables: list[Table]
-    summary: str  # for the README
+    summary: str  # for the pages that have its mark
     levels: dict[str, dict]  # known values of others by task and name, which the picture shows
     picture: Picture
 

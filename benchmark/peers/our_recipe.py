@@ -8,10 +8,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmark.common import ROOT
 from benchmark.peers import clock
 from docs import recipe
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def read_edited_script(path: str, name: str) -> str:
