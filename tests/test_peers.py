@@ -25,6 +25,7 @@ SCRIPTS = {  # the environment of each (None: the main one), flags of a short ru
     "sb3_ppo": ("sb3", "--total-timesteps 4096 --settings equal", RETURNS),
     "cleanrl_ppo": ("cleanrl", "--total-timesteps 4096 --settings ours", f"{LEARNING} losses/value_loss"),
     "sb3_recurrent_ppo": ("sb3", "--total-timesteps 512 --settings zoo", RETURNS),
+    "sbx_ppo": ("sbx", "--total-timesteps 1024", f"{RETURNS} eval/steps_per_second_compiled"),
     "purejaxrl_ppo": ("purejaxrl", "--total-timesteps 4096 --settings ours", LEARNING),
     "leanrl_ppo": ("leanrl", "--total-timesteps 6144", f"{LEARNING} eval/steps_per_second_compiled"),
     "torchrl_ppo": ("torchrl", "--total-timesteps 1024", f"{LEARNING} charts/num_updates"),

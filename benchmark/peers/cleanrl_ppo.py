@@ -10,7 +10,9 @@ made here too. CPU-seconds count from the first line of the file to its last; it
 Everything that CleanRL logs is in the run folder. `charts/episodic_return` is written once a rollout, the
 mean over the episodes that ended in it, as our scripts write it, and so is `charts/cpu_seconds`.
 
---settings own: CleanRL's defaults. --settings ours: the defaults of algos/ppo.py.
+--settings own: CleanRL's defaults. --settings ours: the defaults of algos/ppo.py. --settings 8x256: CleanRL's
+defaults, but for eight environments of 256 steps, in which a rollout has as many steps as in the default of
+`ppo_continuous_action.py`, one environment of 2,048.
 """
 
 import contextlib
@@ -28,13 +30,13 @@ OURS = (
     "--num-envs 32 --num-steps 64 --learning-rate 4e-3 --gamma 0.98 --gae-lambda 0.95 --num-minibatches 4 "
     "--update-epochs 5 --clip-vloss False --ent-coef 0"
 )
-SETTINGS = {"own": [], "ours": OURS.split()}
+SETTINGS = {"own": [], "ours": OURS.split(), "8x256": "--num-envs 8 --num-steps 256".split()}
 
 
 def make_parser():
     """Make the parser of the command line's flags."""
     parser = peer.make_ppo_parser(__doc__)
-    parser.add_argument("--settings", choices=("own", "ours"), default="own")
+    parser.add_argument("--settings", choices=SETTINGS, default="own")
     return parser
 
 

@@ -94,11 +94,19 @@ def make_parser():
 
 
 def train(
-    args, script: str, package: str, settings: Settings, model_class, policy: str, stop_return=None
+    args,
+    script: str,
+    package: str,
+    settings: Settings,
+    model_class,
+    policy: str,
+    stop_return: float | None = None,
+    compiles_first: bool = False,
 ) -> None:
     """Train a model to the end of --total-timesteps and evaluate it as our scripts do.
 
-    With `stop_return`, training ends after two evaluations in a row at this return or above.
+    With `stop_return`, training ends after two evaluations in a row at this return or above. With
+    `compiles_first`, the steps per CPU-second after the first rollout and its update are a score, too.
     """
     import gymnasium
     import numpy as np
@@ -170,6 +178,7 @@ def train(
         def __init__(self):
             super().__init__()
             self.num_rollouts, self.returns, self.num_solved = 0, [], 0
+            self.spent: list[tuple[int, float]] = []  # steps and CPU-seconds of training, after each update
 
         def _on_step(self) -> bool:
             self.returns += [info["episode"]["r"] for info in self.locals["infos"] if "episode" in info]
@@ -184,6 +193,7 @@ def train(
 
         def record(self, is_last: bool = False) -> None:
             self.num_rollouts += 1
+            self.spent.append((self.num_timesteps, run.cpu_seconds - run.evaluation_seconds))
             bar.update(min(self.num_timesteps, args.total_timesteps) - bar.n)
             scalars = {}
             if self.returns:
@@ -199,13 +209,17 @@ def train(
             if scalars:
                 run.log(self.num_timesteps, scalars)
 
-    model.learn(args.total_timesteps, callback=Record())
+    record = Record()
+    model.learn(args.total_timesteps, callback=record)
     bar.close()
     if args.eval_interval:
         scores = evaluate(model, eval_envs, NUM_EPISODES_ON_THE_WAY)
     else:
         final_envs = make_envs(min(settings.num_envs, NUM_EVAL_EPISODES), draw_seed(3))
         scores = evaluate(model, final_envs, NUM_EVAL_EPISODES)
+    if compiles_first:
+        (first_step, first_seconds), (step, seconds) = record.spent[0], record.spent[-1]
+        scores["steps_per_second_compiled"] = (step - first_step) / (seconds - first_seconds)
     run.finish(model.num_timesteps, scores)
 
 
