@@ -6,6 +6,7 @@ import torch
 from helpers import ROOT
 
 from algos import ppo_change_detection as cd
+from benchmark import change_detection_pages
 from benchmark.peers import go_engine
 from benchmark.studies import change_detection
 from envs_shared import change_pairs
@@ -17,7 +18,7 @@ def test_the_criterion_of_change_detection_counts_seeds():
     for i in range(5):
         scores = [{"oracle_f1": 0.5, "ppo_f1": 0.5 - x * i, "everywhere_f1": 0.5} for x in (0.01, 0.02)]
         rows.append({"best": scores[0], "last": scores[1], "seconds": 40.0})
-    found = change_detection.judge(rows)
+    found = change_detection_pages.judge(rows)
     assert (found["best"], found["last"]) == (4, 2)
 
 
@@ -83,7 +84,7 @@ def test_matches_count_draws():
 
 def test_the_looks_of_the_shipped_policy_are_those_of_its_page():
     """Twice at clear roofs, never at the ground."""
-    agent, args, test, is_roof, is_hazy = change_detection.read_checkpoint_pairs()
+    agent, args, test, is_roof, is_hazy = change_detection_pages.read_checkpoint_pairs()
     looks = cd.predict(agent, args, test)[1].numpy()
     assert (looks[~is_roof] == 0).all() and (looks[is_roof & ~is_hazy] == 2).all()
     share = (looks[is_roof & is_hazy] == 1).mean()

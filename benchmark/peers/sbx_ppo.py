@@ -3,8 +3,8 @@
 The settings are the defaults of CleanRL's ppo.py. These differences are left: SBX has no clipped value loss
 (it takes the argument and ignores it), clips the gradients of policy and value apart, has orthogonal weights
 in the last layer of the policy alone, and lowers the learning rate before the first update, CleanRL and ours
-after it. Compiling takes seconds, all of them in the first rollout and its update: `steps_per_second_compiled`
-is the rate of the rollouts that follow.
+after it. Compiling takes seconds, all of them in the first rollout and its update:
+`steps_per_second_compiled` is the rate of the rollouts that follow.
 """
 
 import os

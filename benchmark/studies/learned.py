@@ -5,7 +5,7 @@
 - PPO: returns of CartPole-v1 in the runs of the suite ppo_tasks.
 - Attention model: the greedy tour of benchmark/checkpoints/tsp50.pt, on the instance with the median gap.
 - R2D2: returns with and without memory in the runs of the suite r2d2_memory.
-- Change detection: the looks of benchmark/checkpoints/haze.pt on a test pair (change_detection.py).
+- Change detection: the looks of benchmark/checkpoints/haze.pt on a test pair (change_detection_pages.py).
 - AlphaZero: a position of benchmark/checkpoints/go9x9.pt against itself, and the visits of its search.
 """
 
@@ -17,8 +17,8 @@ import torch
 
 from algos import alphazero_go as az
 from algos import ppo_change_detection as cd
-from benchmark import common, pictures, records
-from benchmark.studies import change_detection, tsp_networks
+from benchmark import change_detection_pages, common, pictures, records
+from benchmark.studies import tsp_networks
 
 SIZE = (1.75, 1.9)  # of a picture, in inches: 175 by 190 pixels on the page
 DPI = 200
@@ -65,8 +65,8 @@ def draw_tsp(axes, published: dict) -> str:
 def draw_changes(axes, published: dict) -> str:
     """Draw the first picture of a pair, where haze hides stripes, and how often the policy looks at each
     patch."""
-    agent, args, test, _, is_hazy = change_detection.read_checkpoint_pairs()
-    i = change_detection.find_mixed_pairs(test, is_hazy)[0]
+    agent, args, test, _, is_hazy = change_detection_pages.read_checkpoint_pairs()
+    i = change_detection_pages.find_mixed_pairs(test, is_hazy)[0]
     _, looks, _ = cd.predict(agent, args, test[i : i + 1])
     axes.imshow(test[i, :3].movedim(0, -1))
     for y, x in looks[0].nonzero().tolist():
