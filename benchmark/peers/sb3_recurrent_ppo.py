@@ -3,7 +3,7 @@
 --settings ours: LSTM and hidden layers of 64, as in algos/r2d2_lstm.py. The rest was chosen among twelve
 settings on three seeds (101 to 103) of RepeatPreviousEasy, by the CPU-seconds to two evaluations in a row at
 0.9: with a gamma of 0.98, none got there in 60,000 steps; with 0.5 and 64 steps, 5 epochs and a learning rate
-of 3e-3, it took 16 CPU-seconds, and with those below 4.5. Others had 16, 32 or 128 steps, batches of 128,
+of 3e-3, it took 16 CPU-seconds, and with those below 4.3. Others had 16, 32 or 128 steps, batches of 128,
 256 or 512, 10 epochs, learning rates of 1e-3 or 5e-3, or a gamma of 0.
 --settings zoo: those that RL Baselines3 Zoo has tuned for CartPole without velocities, its smallest task with
 Discrete actions that takes memory (CartPoleNoVel-v1 in
