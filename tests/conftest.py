@@ -1,8 +1,13 @@
 """Hooks and fixtures of all tests."""
 
+import signal
+
 import pytest
 import torch
 from helpers import SCRIPTS
+
+# A shell starts `pytest &` with Ctrl-C ignored, and the programs that tests start would inherit that
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_cmdline_main(config):
