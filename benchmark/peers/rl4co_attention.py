@@ -6,8 +6,8 @@ settings of `algos/reinforce_tsp_attention.py --baseline rollout --optimizer ada
 without weight decay, gradients clipped to a norm of 1, a learning rate that falls after each epoch along half
 a cosine, and the greedy rollout as the baseline from the first step. rl4co's own defaults are a constant
 1e-4, a weight decay and a running mean as the baseline of the first epoch, for runs of a hundred million
-instances. Products are in float32: on the processors measured, bfloat16, which our script asks for, makes rl4co
-slower.
+instances. Products are in float32: bfloat16, which our script asks for, made rl4co slower on the processor of
+the published runs.
 
 With --baseline pomo, it is rl4co's POMO with the network of that class: six encoder layers with instance
 norms, and no graph embedding in the context. Evaluations take one greedy tour, as without it.
