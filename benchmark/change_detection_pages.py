@@ -10,11 +10,11 @@ import statistics
 from pathlib import Path
 
 import torch
-from scipy import stats
 
 from algos import ppo_change_detection as cd
 from benchmark import common, machines, markdown
 from benchmark.code import mark
+from benchmark.intervals import find_half_width
 from benchmark.studies.change_detection import SHARE, STUDIES, calculate_lead, load_agent
 from envs_shared import change_pairs
 
@@ -40,10 +40,9 @@ EARNERS = {
 MARGIN, MOST_SECONDS = 0.03, 60
 
 
-def get_studies(results: dict | None) -> dict[str, list[dict]]:
+def get_studies(results: dict) -> dict[str, list[dict]]:
     """Return the runs of each study that has some, by its name."""
-    all_rows = results["rows"] if results else []
-    rows = {study: [row for row in all_rows if row["study"] == study] for study in STUDIES}
+    rows = {study: [row for row in results["rows"] if row["study"] == study] for study in STUDIES}
     return {study: found for study, found in rows.items() if found}
 
 
@@ -58,21 +57,14 @@ def get_value(row: dict, method: str, metric: str, group: str = "best") -> float
     return row[group][f"{method}_{metric}"]
 
 
-def compare(
-    rows: list[dict], method: str, group: str = "best", metric: str = "f1"
-) -> tuple[float, float, int]:
-    """Return PPO's mean lead over `method`, half of its 95 % interval (Student's t), and PPO's wins."""
-    leads = [get_value(row, "ppo", metric) - get_value(row, method, metric, group) for row in rows]
-    interval = stats.t.ppf(0.975, len(leads) - 1) * stats.sem(leads) if len(leads) > 1 else math.nan
-    return statistics.mean(leads), interval, sum(lead > 0 for lead in leads)
-
-
 def show_lead(rows: list[dict], method: str, group: str, metric: str = "f1", least_decimals: int = 3) -> str:
-    """Write a lead, its interval and the number of wins."""
-    lead, interval, wins = compare(rows, method, group, metric)
-    lead = round(lead, least_decimals) + 0.0  # -0.0 becomes 0.0
-    num_decimals = 1 - math.floor(math.log10(interval)) if interval > 1e-9 else 0  # two significant digits
-    return f"{lead:+.{least_decimals}f} ± {interval:.{num_decimals}f} ({wins} of {len(rows)})"
+    """Write PPO's mean lead over `method`, half of its 95 % interval (Student's t), and PPO's wins."""
+    leads = [get_value(row, "ppo", metric) - get_value(row, method, metric, group) for row in rows]
+    lead = round(statistics.mean(leads), least_decimals) + 0.0  # -0.0 becomes 0.0
+    half = find_half_width(leads)
+    num_decimals = 1 - math.floor(math.log10(half)) if half > 1e-9 else 0  # two significant digits
+    wins = sum(lead > 0 for lead in leads)
+    return f"{lead:+.{least_decimals}f} ± {half:.{num_decimals}f} ({wins} of {len(rows)})"
 
 
 def judge(rows: list[dict]) -> dict[str, float]:
@@ -89,9 +81,9 @@ def judge(rows: list[dict]) -> dict[str, float]:
     return found | {"seconds": max(row["seconds"] for row in rows)}
 
 
-def get_mean(rows: list[dict], metric: str, group: str = "best") -> float:
-    """Return the mean of a metric over runs."""
-    return statistics.mean(row[group][metric] for row in rows)
+def get_mean(rows: list[dict], method: str, metric: str, group: str = "best") -> float:
+    """Return the mean of a metric of a method over runs."""
+    return statistics.mean(get_value(row, method, metric, group) for row in rows)
 
 
 def count_seconds(rows: list[dict], method: str, group: str) -> str:
@@ -108,15 +100,13 @@ def make_table(rows: list[dict]) -> str:
     lines = []
     has_control = all("control" in row for row in rows)
     for method, title in METHODS.items():
-        group, name = ("last", "ppo") if method == "last" else ("best", method)
-        line = [title, *(f"{get_mean(rows, f'{name}_{key}', group):.3f}" for key in ("f1", "looks"))]
-        line += [count_seconds(rows, name, group)]
-        line.append("" if name == "ppo" else show_lead(rows, method, "best"))
-        if has_control and name == "ppo":
-            line += [""] * 4
-        elif has_control:
-            line += [f"{get_mean(rows, f'{method}_{key}', 'control'):.3f}" for key in ("f1", "looks")]
-            line += [count_seconds(rows, method, "control"), show_lead(rows, method, "control")]
+        line, is_ppo = [title], method in ("ppo", "last")
+        for group in ("best", "control") if has_control else ("best",):
+            if is_ppo and group == "control":
+                line += [""] * 4
+                continue
+            line += [f"{get_mean(rows, method, key, group):.3f}" for key in ("f1", "looks")]
+            line += [count_seconds(rows, method, group), "" if is_ppo else show_lead(rows, method, group)]
         lines.append(line)
     head = "method | F1: | looks: | CPU-s: | PPO's lead:"
     if has_control:
@@ -129,10 +119,7 @@ def make_earnings(rows: list[dict]) -> str:
     most."""
     lines = []
     for method, title in EARNERS.items():
-        values = [
-            statistics.mean(get_value(row, method, key) for row in rows)
-            for key in ("f1", "looks", "net", "return")
-        ]
+        values = [get_mean(rows, method, key) for key in ("f1", "looks", "net", "return")]
         line = [title, *(f"{x:.3f}" for x in values[:3]), f"{values[3]:.4f}"]
         if method == "ppo":
             line = [*line[:4], "", line[4], ""]
@@ -166,16 +153,16 @@ def make_tables(results: dict) -> str:
     return "\n\n".join(parts)
 
 
-def make_price_table(results: dict | None) -> str:
+def make_price_table(results: dict) -> str:
     """Make the table of the five prices: the lead of the best policy by calculation, and what rules earn."""
     rows, lines = get_studies(results).get("five prices", []), []
     for cost in STUDIES["five prices"][1]:
         found = [row for row in rows if row["cost"] == cost]
         line = [f"{cost / (2 * SHARE):.4g}", cost, f"{calculate_lead(cost):.4f}"]
         if found:
-            line += [f"{get_mean(found, 'ppo_f1'):.3f}", f"{get_mean(found, 'ppo_looks'):.2f}"]
-            for method in ("ppo", "nowhere", "threshold_own", "all_own"):
-                line.append(f"{statistics.mean(get_value(row, method, 'net') for row in found):.3f}")
+            line += [f"{get_mean(found, 'ppo', 'f1'):.3f}", f"{get_mean(found, 'ppo', 'looks'):.2f}"]
+            rules = ("ppo", "nowhere", "threshold_own", "all_own")
+            line += [f"{get_mean(found, rule, 'net'):.3f}" for rule in rules]
         line[0] = mark(line[0], found)
         lines.append([*line, len(found)] if found else [*line, *[""] * 6, "not run yet"])
     head = (
@@ -185,31 +172,29 @@ def make_price_table(results: dict | None) -> str:
     return markdown.make_table(head, lines)
 
 
-def draw_dots(axes, rows: list[dict], methods: dict[str, str], metric: str) -> None:
+def draw_dots(axes, title: str, rows: list[dict], methods: dict[str, str], metric: str) -> None:
     """Draw a line of points for each method: a small one for each seed, and a diamond for the mean."""
     ticks = []
-    for y, (method, title) in enumerate(methods.items()):
+    for y, (method, name) in enumerate(methods.items()):
         values = [get_value(row, method, metric) for row in rows]
         color = "#0072B2" if method in ("ppo", "last") else "0.25"
         axes.plot(values, [y] * len(values), "o", color=color, ms=6, alpha=0.3, mew=0)
         axes.plot(statistics.mean(values), y, "D", color=color, ms=11, mfc="none", mew=2)
-        looks = statistics.mean(get_value(row, method, "looks") for row in rows)
-        ticks.append(f"{title}, {looks:.2f} looks")
+        ticks.append(f"{name}, {get_mean(rows, method, 'looks'):.2f} looks")
     axes.set_yticks(range(len(ticks)), ticks)
     axes.invert_yaxis()
+    axes.set_title(title, fontsize="medium", loc="right")
     axes.grid(axis="x", alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def draw(results: dict | None, path: Path) -> None:
+def draw(results: dict, path: Path) -> None:
     """Draw the F1 of all rules at equal looks, and F1 less price of rules that are tuned to earn most, of
     `haze`."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    rows = get_studies(results).get("haze")
-    if not rows:
-        return
+    rows = get_studies(results)["haze"]
     methods = {
         name: METHODS[name] for name in ("ppo", "last", "oracle", "all", "everywhere", "threshold", "nowhere")
     }
@@ -219,18 +204,9 @@ def draw(results: dict | None, path: Path) -> None:
     methods["all"] = earners["all_own"] = "supervised look-ahead"
     with rc_context({"font.size": 14}):
         figure = Figure(figsize=(9, 7.2), layout="constrained")
-        for axes, names, metric, title in zip(
-            figure.subplots(2, 1),
-            (methods, earners),
-            ("f1", "net"),
-            (
-                "F1, where threshold, oracle and look-ahead look as often as PPO",
-                "F1 less the price of the looks, rules tuned to earn most",
-            ),
-            strict=True,
-        ):
-            draw_dots(axes, rows, names, metric)
-            axes.set_title(title, fontsize="medium", loc="right")
+        top, bottom = figure.subplots(2, 1)
+        draw_dots(top, "F1, where threshold, oracle and look-ahead look as often as PPO", rows, methods, "f1")
+        draw_dots(bottom, "F1 less the price of the looks, rules tuned to earn most", rows, earners, "net")
         figure.savefig(path, dpi=130)
 
 
@@ -285,18 +261,15 @@ def draw_task(path: Path, num_pairs: int = 2) -> None:
     figure.savefig(path, dpi=110)
 
 
-def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
-    """Make what the pages show of the results, by page and section; what was not measured yet says so."""
-    page, summary, rows = "Not run yet.", "not run yet", get_studies(results).get("haze")
-    if rows:
-        looks = get_mean(rows, "ppo_looks") / get_mean(rows, "everywhere_looks")
-        summary = f"F1 {get_mean(rows, 'ppo_f1'):.2f} with {looks:.0%} of the looks".replace("%", " %")
-        summary += f", and {get_mean(rows, 'everywhere_f1'):.2f} with all ({len(rows)} runs)"
-    if results:
-        tables = make_tables({"rows": [row for row in results["rows"] if row["study"] != "five prices"]})
-        page = f"{tables}\n\n{machines.machine_line(results['rows'])}"
+def make_sections(results: dict) -> dict[tuple[str, str], str]:
+    """Make what the pages show of the results, by page and section."""
+    rows = get_studies(results)["haze"]
+    looks = get_mean(rows, "ppo", "looks") / get_mean(rows, "everywhere", "looks")
+    summary = f"F1 {get_mean(rows, 'ppo', 'f1'):.2f} with {looks:.0%} of the looks".replace("%", " %")
+    summary += f", and {get_mean(rows, 'everywhere', 'f1'):.2f} with all ({len(rows)} runs)"
+    tables = make_tables({"rows": [row for row in results["rows"] if row["study"] != "five prices"]})
     return {
-        (PAGE, "change_detection"): f"\n{page}\n",
+        (PAGE, "change_detection"): f"\n{tables}\n\n{machines.machine_line(results['rows'])}\n",
         (PAGE, "change_prices"): f"\n{make_price_table(results)}\n",
         ("results", "change_detection_cell"): summary,
     }

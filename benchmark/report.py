@@ -201,19 +201,15 @@ def make_comparison(cells: list, has_thresholds: bool = False):
         "result": "headline",
         "difference, 95 % interval": show_difference,
     }
-    if any(cell["threshold"] is not None for cell in cells) and has_thresholds:
-        columns["steps to the threshold"] = lambda cell: show_center(
-            get_reached(cell, "steps_to_threshold"), np.median
-        )
-        columns["seconds to it"] = lambda cell: show_center(
-            get_reached(cell, "seconds_to_threshold"), np.median
-        )
+    if has_thresholds and any(cell["threshold"] is not None for cell in cells):
+        columns["steps to the threshold"] = lambda cell: show_reached(cell, "steps_to_threshold")
+        columns["seconds to it"] = lambda cell: show_reached(cell, "seconds_to_threshold")
     return make_cell_table(cells, columns)
 
 
-def get_reached(cell: dict, quantity: str):
-    """Return a quantity of a threshold, by seed; nothing for a cell without a threshold."""
-    return [] if cell["threshold"] is None else get_values(cell, quantity)
+def show_reached(cell: dict, quantity: str):
+    """Write the median of a quantity of a threshold; a dash for a cell without one."""
+    return "-" if cell["threshold"] is None else show_center(get_values(cell, quantity), np.median)
 
 
 def describe_machines(cells):
@@ -280,7 +276,8 @@ def make_sections(published: dict):
                 if f"<!-- {name}_cell -->" in get_path(page).read_text():
                     sections[page, f"{name}_cell"] = fill_summary(results)
     for name, study in STUDIES.items():
-        sections |= study.make_sections(records.load_results(name))
+        if results := records.load_results(name):  # without any, the pages stay as they are
+            sections |= study.make_sections(results)
     return sections
 
 
@@ -309,9 +306,10 @@ def publish(published: dict):
     for name, results in published.items():
         if f"figures/{name}.png" in shown:
             draw(results, common.FIGURES / f"{name}.png")
-    for name in ("change_detection", "tsp_networks"):
-        STUDIES[name].draw(records.load_results(name), common.FIGURES / f"{name}.png")
+    if results := records.load_results("change_detection"):
+        change_detection_pages.draw(results, common.FIGURES / "change_detection.png")
     change_detection_pages.draw_task(common.FIGURES / "change_task.png")
+    tsp_networks.draw(common.FIGURES / "tsp_networks.png")
     learned.draw(published, common.FIGURES)
     paths = {*before, *common.FIGURES.glob("*.png")}
     return sorted(path for path in paths if path.read_bytes() != before.get(path))

@@ -1,11 +1,10 @@
 """Hooks of mkdocs.yml: formulas become MathML, functions show their source, files that pages link to are
 pages too.
 
-Recipes become files for `git apply`, and the recipes of `WHOLE_FILES` pages with the changed script.
+Recipes become files for `git apply`, and the recipe for the bare algorithm a page with the changed script.
 """
 
 import ast
-import functools
 import html
 import re
 import sys
@@ -36,17 +35,13 @@ RECIPES = re.compile(r"recipes_(\w+)\.md")
 PATCH = (
     "\n[`{name}.diff`]({path}) is this diff as a file: beside `{script}.py`, run `git apply {name}.diff`.\n"
 )
-# Recipes whose result is a page of its own: its name, its title, and what it says above the code
-WHOLE_FILES = {
-    ("ppo", "the-bare-algorithm"): (
-        "bare_ppo.md",
-        "The bare PPO",
-        "This is [`algos/ppo.py`](source/algos/ppo.py.md) without its part `Run`, made by the recipe "
-        "[the bare algorithm](recipes_ppo.md#the-bare-algorithm). It learns the same to the last bit.",
-    )
-}
-WHOLE = '\n**[The changed file]({page})** is a page of its own.\n\n??? abstract "The diff"\n\n{diff}\n'
-PAGE = "---\ntitle: {0}\nsearch:\n  exclude: true\n---\n\n# {0}\n\n~~~~~~ {1}\n{2}\n~~~~~~\n"
+BARE = "the-bare-algorithm"  # recipe for ppo.py whose result is a page of its own, with this above the code
+ABOVE = (
+    "This is [`algos/ppo.py`](source/algos/ppo.py.md) without its part `Run`, made by the recipe "
+    "[the bare algorithm](recipes_ppo.md#the-bare-algorithm). It learns the same to the last bit.\n\n"
+)
+WHOLE = '\n**[The changed file](bare_ppo.md)** is a page of its own.\n\n??? abstract "The diff"\n\n{}\n'
+PAGE = "---\ntitle: {0}\nsearch:\n  exclude: true\n---\n\n# {0}\n\n{1}~~~~~~ {2}\n{3}\n~~~~~~\n"
 
 
 def to_mathml(latex: str, display: str) -> str:
@@ -59,17 +54,12 @@ def to_mathml(latex: str, display: str) -> str:
     return PRIME.sub(r'\1<mo lspace="0" rspace="0">\2</mo>', mathml)
 
 
-@functools.lru_cache
-def parse(source: str) -> ast.Module:
-    return ast.parse(source)
-
-
 def find_source(path: str, name: str) -> tuple[int, str]:
     """First line and text of a function, class or `Class.method` in a file; LookupError if there is none."""
     if not (ROOT / path).is_file():
         raise LookupError(f"{path}: no such file")
     text = (ROOT / path).read_text()
-    node = parse(text)
+    node = ast.parse(text)
     for part in name.split("."):
         found = [child for child in node.body if getattr(child, "name", None) == part]
         if not found:
@@ -123,39 +113,30 @@ def add_patches(markdown: str, script: str) -> str:
         block = f"```diff\n{diff}```\n"
         name = Path(path).stem
         shown = block
-        if (script, name) in WHOLE_FILES:
-            # The diff goes into a closed box
-            page = WHOLE_FILES[script, name][0]
-            shown = WHOLE.format(page=page, diff=textwrap.indent(block, "    ", lambda line: True))
+        if name == BARE:  # its diff goes into a closed box
+            shown = WHOLE.format(textwrap.indent(block, "    ", lambda line: True))
         link = PATCH.format(name=name, path=path, script=script)
         markdown = markdown.replace(block, shown + link)
     return markdown
 
 
-def make_whole_files(script: str) -> dict[str, str]:
-    """The pages of `WHOLE_FILES` for a script: markdown, by the name of the page."""
-    recipes = recipe.read_recipes(script)
-    pages = {}
-    for (owner, name), (page, title, text) in WHOLE_FILES.items():
-        if owner == script:
-            diff = recipe.find_block(recipes[name][1], "diff")
-            code = recipe.apply_diff(recipe.read_script(script), diff)
-            pages[page] = PAGE.format(title, "python", code.rstrip()).replace(
-                "~~~~~~", f"{text}\n\n~~~~~~", 1
-            )
-    return pages
+def make_bare_page() -> str:
+    """The page with the script that the recipe for the bare algorithm makes of algos/ppo.py."""
+    _, body = recipe.read_recipes("ppo")[BARE]
+    code = recipe.apply_diff(recipe.read_script("ppo"), recipe.find_block(body, "diff"))
+    return PAGE.format("The bare PPO", ABOVE, "python", code.rstrip())
 
 
 def on_files(files, config):
-    """Add the patches and whole files of recipes, and pages with the texts of files, or names in folders,
+    """Add the patches and the bare PPO of recipes, and pages with the texts of files, or names in folders,
     that pages link to."""
     for page in files.documentation_pages():
         if found := RECIPES.fullmatch(page.src_uri):
             try:
                 for path, (_, patch) in make_patches(found[1]).items():
                     files.append(File.generated(config, path, content=patch))
-                for path, content in make_whole_files(found[1]).items():
-                    files.append(File.generated(config, path, content=content))
+                if found[1] == "ppo":
+                    files.append(File.generated(config, "bare_ppo.md", content=make_bare_page()))
             except ValueError as error:
                 raise PluginError(f"{page.src_uri}: {error}") from error
     for path in sorted(
@@ -163,7 +144,7 @@ def on_files(files, config):
     ):
         source = ROOT / path
         text = "\n".join(sorted(p.name for p in source.iterdir())) if source.is_dir() else source.read_text()
-        content = PAGE.format(path, source.suffix[1:] or "text", text)
+        content = PAGE.format(path, "", source.suffix[1:] or "text", text)
         files.append(File.generated(config, f"source/{path}.md", content=content))
     return files
 

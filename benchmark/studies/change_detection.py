@@ -31,9 +31,8 @@ all roofs, in mean return with an ideal detector. It is positive for prices betw
 at prices of 0.068 to 0.095, by seed. The default of 0.06 is below all of these.
 """
 
-import argparse
 import math
-import resource
+import os
 import sys
 import tempfile
 import time
@@ -45,7 +44,7 @@ import torch
 from torch import nn
 
 from algos import ppo_change_detection as cd
-from benchmark import common, records
+from benchmark import records
 from benchmark.studies import helpers
 from envs_shared import change_pairs
 
@@ -68,11 +67,10 @@ LEVELS = {"threshold": np.linspace(0, 1, 11) ** 3, "all": np.linspace(-0.1, 0.2,
 
 def run_script(*flags) -> tuple[Path, float]:
     """Run the script; returns its folder and the CPU-seconds of the whole process."""
-    start = resource.getrusage(resource.RUSAGE_CHILDREN)
+    start = sum(os.times()[2:4])  # of processes that have ended
     words = " ".join(map(str, flags)).split()
     path = helpers.run_command(tempfile.mkdtemp(), sys.executable, cd.__file__, *words)
-    end = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return path, end.ru_utime + end.ru_stime - start.ru_utime - start.ru_stime
+    return path, sum(os.times()[2:4]) - start
 
 
 def load_agent(path: Path):
@@ -227,21 +225,19 @@ def measure_methods(agent, args, names, num_looks: float | None = None) -> dict[
 # ---- Runs ----
 
 
-def measure_seed(study: str, seed: int, cost: float, more: str) -> dict:
+def measure_seed(study: str, seed: int, cost: float) -> dict:
     """Run the script with a seed and a price, and score all methods on its network."""
-    path, seconds = run_script(
-        STUDIES[study][0], more, "--seed", seed, "--cost", round(cost / (2 * SHARE), 6)
-    )
+    path, seconds = run_script(STUDIES[study][0], "--seed", seed, "--cost", round(cost / (2 * SHARE), 6))
     row = {"study": study, "seed": seed, "cost": cost, "seconds": round(seconds, 1)}
     row["best"] = measure_methods(*load_agent(path / "best.pt"), ["ppo", *RIVALS])
     row["last"] = measure_methods(*load_agent(path / "checkpoint.pt"), ["ppo", "oracle"])
     return row
 
 
-def measure_control(row: dict, more: str) -> dict:
+def measure_control(row: dict) -> dict:
     """Train a detector without PPO, and score the rivals on it; returns the row with their scores."""
     flags, cost = STUDIES[row["study"]][0], row["cost"]
-    detector, seconds = run_script(flags, DETECTOR, more, "--seed", row["seed"])
+    detector, seconds = run_script(flags, DETECTOR, "--seed", row["seed"])
     agent, args = load_agent(detector / "checkpoint.pt")
     args.cost = cost / (2 * SHARE)
     agent.changed_share.fill_(SHARE)
@@ -252,7 +248,7 @@ def measure_control(row: dict, more: str) -> dict:
     return row | {"control": control, "detector_seconds": round(seconds, 1)}
 
 
-def measure(studies: list[str], seeds: list[int], more: str, parts: list[str]) -> None:
+def measure(studies: list[str], seeds: list[int], parts: list[str]) -> None:
     """Do the runs of `studies` that have no result yet; save each as it ends."""
     torch.set_num_threads(1)
     keys = ("study", "seed", "cost")
@@ -262,9 +258,9 @@ def measure(studies: list[str], seeds: list[int], more: str, parts: list[str]) -
             rows = {tuple(row[name] for name in keys): row for row in results["rows"]}
             row = rows.get((study, seed, cost))
             if part == "ppo" and row is None:
-                row = measure_seed(study, seed, cost, more)
+                row = measure_seed(study, seed, cost)
             elif part == "control" and row is not None and "control" not in row:
-                row = measure_control(row, more)
+                row = measure_control(row)
             else:
                 continue
             helpers.save_rows("change_detection", [row], keys, SCRIPTS)
@@ -306,25 +302,15 @@ def calculate_lead(cost: float, num_dates: int = 2) -> float:
     return returns["best"] - max(0.0, returns["all"])
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser():
     """Make the parser of the command line's flags."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = helpers.start_parser(__doc__)
     parser.add_argument("--studies", nargs="+", choices=STUDIES, default=["haze"])
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     parser.add_argument("--parts", nargs="+", choices=("ppo", "control"), default=["ppo", "control"])
-    parser.add_argument("--flags", default="", help="more flags of all runs")
-    parser.add_argument(
-        "--results", type=Path, default=common.RESULTS, help="folder of change_detection.json"
-    )
     return parser
 
 
 if __name__ == "__main__":
-    parser = make_parser()
-    options = parser.parse_args()
-    if options.flags and options.results == common.RESULTS:
-        parser.error("--flags needs --results: published rows are those of the flags of STUDIES")
-    common.RESULTS = options.results
-    measure(options.studies, options.seeds, options.flags, options.parts)
+    options = make_parser().parse_args()
+    measure(options.studies, options.seeds, options.parts)

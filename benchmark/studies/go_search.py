@@ -13,7 +13,6 @@ without cost. Python cannot give the one in C++ a network, so this study measure
 sides, a value is the result of one game of uniformly random moves, passes included.
 """
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -150,11 +149,8 @@ def measure(num_repeats: int, cuda: bool) -> list[dict]:
     ]
 
 
-def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
-    """Return what the page shows: a line for each measurement, a column for each way; or that there is none
-    yet."""
-    if not results:
-        return {("alphazero_go", "go_search"): "\nNot run yet.\n"}
+def make_sections(results: dict) -> dict[tuple[str, str], str]:
+    """Return what the page shows: a line for each measurement, a column for each way."""
     rows = results["rows"]
     columns = list(dict.fromkeys(row["column"] for row in rows))
     lines = []
@@ -169,11 +165,9 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
     return {("alphazero_go", "go_search"): f"\n{table}\n\n{machine}\n"}
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser():
     """Make the parser of the command line's flags."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = helpers.start_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--cuda", action="store_true")
     parser.add_argument("--rollouts", action="store_true", help="measure only plain MCTS, on the CPU")

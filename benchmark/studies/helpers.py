@@ -1,5 +1,6 @@
 """Shared by the studies: runs of other programs, and rows of results."""
 
+import argparse
 import functools
 import os
 import subprocess
@@ -10,6 +11,12 @@ from benchmark.code import hash_scripts
 
 # Called once, since written results make the tree dirty, though later rows come from the same commit
 describe_machine_once = functools.cache(machines.describe_machine)
+
+
+def start_parser(description: str):
+    """Make a parser without flags, whose --help shows a program's docstring."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=description, formatter_class=formatter)
 
 
 def run_command(folder: str | Path, *command) -> Path:

@@ -9,7 +9,6 @@
 - AlphaZero: a position of benchmark/checkpoints/go9x9.pt against itself, and the visits of its search.
 """
 
-import argparse
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,8 @@ import torch
 from algos import alphazero_go as az
 from algos import ppo_change_detection as cd
 from benchmark import change_detection_pages, common, pictures, records
-from benchmark.studies import tsp_networks
+from benchmark.peers.go_engine import load_network
+from benchmark.studies import helpers, tsp_networks
 
 SIZE = (1.75, 1.9)  # of a picture, in inches: 175 by 190 pixels on the page
 DPI = 200
@@ -83,12 +83,7 @@ def draw_changes(axes, published: dict) -> str:
 def draw_go(axes, published: dict) -> str:
     """Draw a position of a game of the network against itself, and the share of the search's visits of each
     move."""
-    checkpoint = torch.load(common.BENCHMARK / "checkpoints" / "go9x9.pt", weights_only=True)
-    args = az.Args(**checkpoint["args"])
-    args.num_workers = 1
-    go = az.make_game(args.env_id)
-    agent = az.Agent(go, args)
-    agent.load_state_dict(checkpoint["agent"])
+    go, args, agent = load_network(common.BENCHMARK / "checkpoints" / "go9x9.pt")
     evaluator = az.make_evaluator(go, agent)
     boards = go.new(1)
     player = az.make_player(go, evaluator, NUM_GAME_SIMULATIONS, args)
@@ -135,11 +130,6 @@ def draw(published: dict, folder: Path) -> None:
             figure.savefig(folder / f"{name}.png", dpi=DPI)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Make the parser of the command line, which has no flags."""
-    return argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-
-
 if __name__ == "__main__":
-    make_parser().parse_args()
+    helpers.start_parser(__doc__).parse_args()
     draw(records.load_published(), common.FIGURES)

@@ -128,10 +128,8 @@ def run(command: str, kind: str, timeout: float) -> dict:
     return row
 
 
-def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
+def make_sections(results: dict) -> dict[tuple[str, str], str]:
     """Make the section of docs/results.md: speed on the GPU and on one core, and scores of default runs."""
-    if not results:
-        return {("results", "on_gpu"): f"\n{runs.NOT_RUN}\n"}
     rows = {(row["kind"], row["name"]): row for row in results["rows"]}
     speeds, splits, scores = [], [], []
     missing = {"error": runs.NOT_RUN}
@@ -169,11 +167,9 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
     return {("results", "on_gpu"): f"\n{text}\n"}
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser():
     """Make the parser of the command line's flags."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = helpers.start_parser(__doc__)
     parser.add_argument("--timeout", type=float, default=300, help="seconds after which a row is stopped")
     parser.add_argument("--only", default="", help="rows whose name has this in it")
     parser.add_argument("--speed", action=argparse.BooleanOptionalAction, default=True)

@@ -8,10 +8,8 @@ the rows is arithmetic; the rest is calls: Python, dispatch and small tensors. t
 and for the compilation of the compiler too.
 """
 
-import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -21,7 +19,7 @@ import time
 import torch
 
 from algos import ppo
-from benchmark import common, machines, markdown, runs
+from benchmark import common, machines, markdown
 from benchmark.code import mark
 from benchmark.studies import helpers
 
@@ -34,12 +32,6 @@ CASES = {
 TITLES = {"loss": "`ppo_loss` compiled", "update": "`update_minibatch` compiled"}
 NUM_CALLS, NUM_REPEATS = 50, 10
 EAGER_LOSS = ppo.ppo_loss
-
-
-def find_cpu_seconds() -> float:
-    """Return the CPU-seconds of this process and of the compilers that it has run."""
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + children.ru_utime + children.ru_stime
 
 
 def prepare(form: str, num_rows: int):
@@ -68,10 +60,10 @@ def measure(case: str) -> dict:
     steps = [prepare(*form) for form in CASES[case]]
     first = []
     for step in steps:
-        start = find_cpu_seconds()
+        start = sum(os.times()[:4])  # CPU-seconds, also of the compilers that it has run
         for _ in range(5):
             step()
-        first.append(find_cpu_seconds() - start)
+        first.append(sum(os.times()[:4]) - start)
     times = [[], []]
     for _ in range(NUM_REPEATS):
         for step, found in zip(steps, times, strict=True):
@@ -83,10 +75,8 @@ def measure(case: str) -> dict:
     return {"case": case, "cpu_us": medians, "first_seconds": first[1]}
 
 
-def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
-    """Make the table of PPO's page; what was not measured yet says so."""
-    if not results:
-        return {("ppo", "ppo_update"): f"\n{runs.NOT_RUN}\n"}
+def make_sections(results: dict) -> dict[tuple[str, str], str]:
+    """Make the table of PPO's page."""
     found = {row["case"]: row for row in results["rows"]}
     lines = []
     for case, (_, (form, num_rows)) in CASES.items():
@@ -107,11 +97,9 @@ def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
     return {("ppo", "ppo_update"): f"\n{markdown.make_table(head, lines)}\n\n{text}\n\n{line}\n"}
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser():
     """Make the parser of the command line's flags."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = helpers.start_parser(__doc__)
     parser.add_argument("--one", choices=CASES, help="measure this case alone and print it as JSON")
     return parser
 

@@ -10,7 +10,6 @@ of one thread. The published gaps are copied from the papers, table 1 of Kool et
 and table 2 of Kwon et al. 2020 (arXiv:2010.16011), with the numbers of instances that their sections 5 state.
 """
 
-import argparse
 import tempfile
 import time
 from pathlib import Path
@@ -80,41 +79,29 @@ def measure() -> list[dict]:
     return rows
 
 
-def find_cell(results: dict | None, way: str, size: int) -> dict | None:
-    """Return the row of a way to make tours for `size` nodes, if it has been measured."""
-    rows = results["rows"] if results else []
-    return next((row for row in rows if (row["way"], row["size"]) == (way, size)), None)
-
-
-def show_gap(gap: float) -> str:
-    """Write a gap in percent with as many digits as the papers give."""
-    return f"{gap:z.2f}"
-
-
 def show_with_error(row: dict) -> str:
-    """Write the gap, and in brackets its standard error over the instances."""
-    return f"{show_gap(row['gap'])} ({row['gap_std'] / row['num_instances'] ** 0.5:.2f})"
+    """Write the gap with as many digits as the papers give, and its standard error over the instances."""
+    return f"{row['gap']:z.2f} ({row['gap_std'] / row['num_instances'] ** 0.5:.2f})"
 
 
-def make_sections(results: dict | None) -> dict[tuple[str, str], str]:
-    """Make what the page shows: published gaps and ours, and the times; what was not measured yet says so."""
+def make_sections(results: dict) -> dict[tuple[str, str], str]:
+    """Make what the page shows: published gaps and ours, and the times."""
+    rows = {(row["way"], row["size"]): row for row in results["rows"]}
     gaps, times = [list(line) for line in PUBLISHED], []
     for way in (*OURS, *LKH_RUNS):
-        cells = [find_cell(results, way, size) for size in DATA]
+        cells = [rows[way, size] for size in DATA]
         if way in OURS:
-            name = mark("ours", [cell for cell in cells if cell])
+            name = mark("ours", cells)
             network, what = (name, OURS[way], TRAINED_ON), f"{name}, {OURS[way]}"
         else:
             what = "LKH, one run" if LKH_RUNS[way] == 1 else f"LKH, the best of {LKH_RUNS[way]} runs"
             network = (what, "one", "-")
-        gaps.append([*network, *(show_with_error(cell) if cell else runs.NOT_RUN for cell in cells)])
-        times.append([what, *(markdown.show(cell["cpu_ms"]) if cell else runs.NOT_RUN for cell in cells)])
+        gaps.append([*network, *map(show_with_error, cells)])
+        times.append([what, *(markdown.show(cell["cpu_ms"]) for cell in cells)])
     head = "gap, % | tours of an instance | training instances | TSP20: | TSP50: | TSP100:"
     text = markdown.make_table(head, gaps) + "\n\n"
     text += markdown.make_table("CPU-milliseconds an instance | TSP20: | TSP50: | TSP100:", times)
-    if results:
-        text += "\n\n" + machines.machine_line(results["rows"])
-    return {(PAGE, "tsp_networks"): f"\n{text}\n"}
+    return {(PAGE, "tsp_networks"): f"\n{text}\n\n{machines.machine_line(results['rows'])}\n"}
 
 
 # ---- Pictures ----
@@ -139,7 +126,7 @@ def draw_median(axes, size: int) -> float:
     return gap.item()
 
 
-def draw(results: dict | None, path: Path) -> None:
+def draw(path: Path) -> None:
     """Draw the instance with the median gap of each file."""
     from matplotlib.figure import Figure
 
@@ -152,11 +139,6 @@ def draw(results: dict | None, path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Make the parser of the command line, which has no flags."""
-    return argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-
-
 if __name__ == "__main__":
-    make_parser().parse_args()
+    helpers.start_parser(__doc__).parse_args()
     helpers.save_rows("tsp_networks", measure(), ("size", "way"), ("algos/reinforce_tsp_attention.py",))
