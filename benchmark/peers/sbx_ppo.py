@@ -7,6 +7,7 @@ after it. Compiling takes seconds, all of them in the first rollout and its upda
 `steps_per_second_compiled` is the rate of the rollouts that follow.
 """
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -28,8 +29,8 @@ def main() -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     from sbx import PPO
 
-    settings = sb3_ppo.CLEANRL
-    settings.arguments["policy_kwargs"] = {"ortho_init": True}
+    arguments = sb3_ppo.CLEANRL.arguments | {"policy_kwargs": {"ortho_init": True}}
+    settings = dataclasses.replace(sb3_ppo.CLEANRL, arguments=arguments)
     names = Path(__file__).stem, "sbx-rl"
     sb3_ppo.train(args, *names, settings, PPO, "MlpPolicy", compiles_first=True)
 
